@@ -23,8 +23,8 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import MicroBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.strategy import SingleDevice, torch_devices
-from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.ddp import ProcessPerDevice
+from lockstep.strategies.dp import SeveralDevices
 from lockstep.strategies.fsdp import FullySharded
 from lockstep.strategies.sharded_sums import ShardedExactGradientSum, ShardedGradientSum
 
@@ -78,7 +78,7 @@ class ThreadPlace(LightningEnvironment):
     def set_global_rank(self, rank: int) -> None: ...
 
 
-class ThreadDDP(DistributedDataParallel):
+class ThreadDDP(ProcessPerDevice):
     """Our strategy. One rank at a time computes a forward pass, since all of them draw from one random state."""
 
     def seed_hooks(self, *args: Any) -> None:
@@ -142,12 +142,13 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
     """Return the Trainer and the data of a rank. Options beside the Trainer's:
 
     sum_of: makes the gradient sum; hooks: the step's hooks; hooks_of: makes hooks of this rank from the gradient sum;
-    plugins_of, callbacks_of: make plugins and callbacks of this rank; parts: the arguments of the strategy fsdp.
+    plugins_of, callbacks_of: make plugins and callbacks of this rank; callbacks_for: make some from the gradient sum;
+    passes_of: takes the passes and returns those to use; parts: the arguments of the strategy fsdp.
     """
     world = layout.world_size
     kinds: dict[str, Any] = {
         "ddp": ThreadDDP,
-        "dp": partial(DataParallel, torch_devices(layout)),
+        "dp": partial(SeveralDevices, torch_devices(layout)),
         "fsdp": partial(ThreadFSDP, **options.pop("parts", {})),
     }
     strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
@@ -156,14 +157,18 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
         sums = (ShardedGradientSum, ShardedExactGradientSum)
     gradients = options.pop("sum_of", sums[bool(layout.exact)])(strategy, world)
     hooks = [*options.pop("hooks", []), *options.pop("hooks_of", lambda gradients: [])(gradients)]
-    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", []), *options.pop("callbacks_of", list)()]
+    callbacks = [*options.pop("callbacks_for", lambda gradients: [])(gradients), DummyBatchOnEmptyRank()]
+    callbacks += [*options.pop("callbacks", []), *options.pop("callbacks_of", list)()]
+    passes_of = options.pop("passes_of", lambda passes: passes)
     plugins = [
         *options.pop("plugins", []),
         *options.pop("plugins_of", list)(),
         *([ThreadPlace(rank, world)] if world > 1 else []),
     ]
     options = QUIET | {"devices": world, "callbacks": callbacks, "plugins": plugins, "max_epochs": 1} | options
-    return StepTrainer(gradients, hooks, 0, **options), StepData(data, layout, 0, rank, num_workers=0)
+    trainer: Any = StepTrainer(gradients, hooks, 0, **options)
+    trainer.fit_loop.epoch_loop.passes = passes_of(trainer.fit_loop.epoch_loop.passes)
+    return trainer, StepData(data, layout, 0, rank, num_workers=0)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,17 @@ from kernels import HostReads, Kernels
 from torch import Tensor
 
 from lockstep.arithmetic import exact_sum
-from lockstep.arithmetic.exact_sum import BITS, CHUNK, HEAD, SMALL, CorruptMessage, ExactSum, dense, reduce_alone
+from lockstep.arithmetic.exact_sum import (
+    BITS,
+    CHUNK,
+    HEAD,
+    SMALL,
+    CheckedSum,
+    CorruptMessage,
+    ExactSum,
+    dense,
+    reduce_alone,
+)
 from lockstep.arithmetic.layout import MAX_PIECES_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
@@ -236,7 +246,7 @@ def test_memory_format_and_strides_do_not_matter() -> None:
 
 def test_each_flipped_bit_of_a_message_is_seen() -> None:
     names, (one, other) = ["a", "b", "c"], addends(2, 0, 0, SHAPES[:3])
-    mine, theirs = (ExactSum(zeros(SHAPES[:3]), names=names) for _ in range(2))
+    mine, theirs = (CheckedSum(zeros(SHAPES[:3]), names=names) for _ in range(2))
     for exact, addend in ((mine, one), (theirs, other)):
         exact.add(one)
         exact.total()  # both have the same grids now

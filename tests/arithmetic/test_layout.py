@@ -142,7 +142,7 @@ def test_a_refusal_names_the_next_number_of_pieces_that_fits(pieces: int, advice
         ({"batch_size": 9, "pieces": 4, "equal_pieces": False}, "step 9 samples = 4 pieces x 2 or 3 on 1 device"),
         ({"devices": 2, "num_nodes": 3}, "step 60 samples = 6 pieces x 10 on 6 devices, 1 each of 3 nodes"),
         (
-            {"strategy": "stages", "devices": 2, "staged": True, "pieces": 4},
+            {"strategy": "stages", "devices": 2, "weights": "staged", "pieces": 4},
             "step 60 samples = 4 pieces x 15 on 2 stages (20% idle)",
         ),
     ],
@@ -174,7 +174,8 @@ def test_layouts_with_more_pieces_divide_the_batch_and_load_devices_equally() ->
 
 def test_what_follows_from_a_layout() -> None:
     ddp, dp = make(devices=2, num_nodes=3, batch_size=66), make(strategy="dp", devices=3, batch_size=66)
-    single, staged = make(strategy="single"), make(strategy="stages", devices=4, staged=True, pieces=6, batch_size=66)
+    staged = make(strategy="stages", devices=4, weights="staged", pieces=6, batch_size=66)
+    single = make(strategy="single")
     layouts = (ddp, dp, single, staged)
     assert [each.world_size for each in layouts] == [6, 1, 1, 4]
     assert [each.replicas for each in layouts] == [6, 1, 1, 1]

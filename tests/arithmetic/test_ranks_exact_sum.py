@@ -11,7 +11,7 @@ import torch.distributed as dist
 from thread_ranks import Ranks
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import CorruptMessage, ExactSum, reduce_alone
+from lockstep.arithmetic.exact_sum import CheckedSum, CorruptMessage, ExactSum, reduce_alone
 
 SHAPES = [(3,), (4, 2, 3), (1,), (20_000,)]
 PIECES, STEPS = 7, 3
@@ -42,7 +42,7 @@ def sums(
 ) -> list[tuple[list[Tensor], list[bool]]]:
     """Return the sums of all steps, and which tensors had an addend, where rank r adds the pieces `owners[r]`."""
     like = [torch.zeros(shape) for shape in (*SHAPES, (2,))]
-    exact = ExactSum(like, names=names)
+    exact = (CheckedSum if names else ExactSum)(like, names=names)
     results = []
     for step in range(STEPS):
         pieces = pieces_of(step, growth[step])
@@ -119,7 +119,7 @@ def test_what_outgrows_its_grid_or_shrinks_below_it(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_on_one_rank_is_nan_on_all(ranks: Ranks, value: float) -> None:
     def of_rank(rank: int) -> list[bool]:
-        exact = ExactSum([torch.zeros(2), torch.zeros(20_000), torch.zeros(3)], names=("a", "b", "c"))
+        exact = CheckedSum([torch.zeros(2), torch.zeros(20_000), torch.zeros(3)])
         exact.add([torch.ones(2), torch.ones(20_000).index_fill(0, torch.tensor(9), value if rank == 1 else 1.0), None])
         return [bool(total.isnan().all()) for total in exact.total(all_reduce)]
 

@@ -76,7 +76,7 @@ def fit(
     layout = resolve(
         strategy=kind, accelerator="cpu", devices=devices, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
     )
-    strategy = (DP if dp else Auto)().make_lightning_strategy(layout)
+    strategy = (DP if dp else Auto)().build(layout).strategy
     gradients = (ExactGradientSum if exact and pieces > 1 else GradientSum)(strategy, 1)
     options = QUIET | {"default_root_dir": folder, "max_steps": 2, "logger": False}
     trainer = StepTrainer(gradients, [FirstStepCheck(compiled=False)] if check else [], 3, **options)

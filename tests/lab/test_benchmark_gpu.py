@@ -28,7 +28,7 @@ from lockstep.config.check import check
 from lockstep.config.rules import check_sizes
 from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import ProcessPerDevice
 
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
@@ -269,7 +269,7 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for request in (False, True):
-            strategy = DistributedDataParallel(sync_batchnorm=request)
+            strategy = ProcessPerDevice(sync_batchnorm=request)
             strategy.parallel_devices = [torch.device("cpu")]
             strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
             try:

@@ -53,7 +53,8 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
     targets = {name: group_file("strategy", name)["_target_"] for name in STRATEGIES.split(",")[2:]}
     others = [
-        f"{name}, 2 {'stages' if locate('strategy', each).staged else 'devices'}" for name, each in targets.items()
+        f"{name}, 2 {'stages' if locate('strategy', each).weights == 'staged' else 'devices'}"
+        for name, each in targets.items()
     ]
     layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *others, "an engine's workers, 2"]
     has_late = "late" in options("extras")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.callbacks import ReplicaConsistencyCheck
 from lockstep.errors import UserError
 from lockstep.step.buffers import StepBuffers
@@ -171,11 +172,11 @@ def step_buffers(
         lightning_module=module,
         holds=holds,
         gather_dicts=lambda values: values,
-        staged=False,
+        weights="whole",
         is_global_zero=rank == 0,
         root_device=torch.device("cpu"),
     )
-    gradients: Any = SimpleNamespace(strategy=strategy, exact=exact, check_messages=False)
+    gradients: Any = SimpleNamespace(strategy=strategy, exact=exact, exact_sum=ExactSum)
     return StepBuffers(gradients, state)
 
 
@@ -515,9 +516,8 @@ def test_what_is_validated_is_what_is_saved(ranks: Ranks, caplog: pytest.LogCapt
         trainer = SimpleNamespace(
             datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=2, exact=exact)),
             strategy=SimpleNamespace(
-                staged=False,
+                weights="whole",
                 root_device=torch.device("cpu"),
-                before_weights_are_read=lambda: None,
                 replicated_parameters=lambda: list(module.parameters()),
             ),
             optimizers=[],

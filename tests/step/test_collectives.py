@@ -44,7 +44,7 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
 from lockstep.step.gradients import GradientSum
 from lockstep.strategies import Auto
-from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import ProcessPerDevice
 from lockstep.strategies.torch_quirks import number_of_collectives
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -100,7 +100,7 @@ def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -
     }
     strategy = "ddp" if world > 1 else "single"
     layout = resolve(strategy=strategy, accelerator="cpu", devices=world, num_nodes=1, **size)
-    sums = GradientSum(Auto().make_lightning_strategy(layout), world)
+    sums = GradientSum(Auto().build(layout).strategy, world)
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
     quiet = QUIET | {"devices": world, "callbacks": callbacks}
     return StepTrainer(sums, [], 0, **(quiet | options)), StepData(splits, layout, 0, rank, num_workers=0)
@@ -310,7 +310,7 @@ def test_gloo_counts_its_collectives(tmp_path: Path) -> None:
 
 def test_ddp_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets are filled with zeros there, before the first gradient."""
-    strategy = DistributedDataParallel()
+    strategy = ProcessPerDevice()
     strategy.model = nn.Linear(2, 2)
     strategy._lightning_module = Mock(named_buffers=dict)
     made = Mock()

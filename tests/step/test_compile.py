@@ -116,8 +116,8 @@ def test_each_step_of_a_run_with_graphs_frees_the_memory_of_the_last_one(
     chosen: bool, tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = check(composed("compile=true", *[GRAPHS] * chosen, "logger=none"))
-    monkeypatch.setattr(build, "Trainer", lambda hooks, **options: hooks)
-    hooks: Any = build.make_trainer(config, tmp_path, [])
+    monkeypatch.setattr(build, "Trainer", lambda hooks, **options: Mock(hooks=hooks))
+    hooks: Any = build.make_trainer(config, tmp_path, []).hooks  # type: ignore[attr-defined]
     marked = Mock()
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", marked)
     graphs = [hook for hook in hooks if isinstance(hook, CudaGraphs)]

@@ -23,7 +23,8 @@ from lockstep.errors import NonFinite
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.finite import FiniteGradientCheck, finite_if_all_are
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import StepHook, StepPasses
+from lockstep.step.hook import StepHook
+from lockstep.step.passes import StepPasses
 from lockstep.strategies import Auto
 
 BROKEN = 7  # id of a sample
@@ -46,7 +47,7 @@ class Net(pl.LightningModule):
 def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, later: bool = False) -> str:
     splits = Splits(TensorDataset(x, y), None, None, Spec(1, 4, ("a", "b", "c")), "none", Augment())
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=16, pieces=2)
-    strategy = Auto().make_lightning_strategy(layout)
+    strategy = Auto().build(layout).strategy
     options = QUIET | {"default_root_dir": folder, "max_epochs": 20, "logger": False}
     trainer = StepTrainer(GradientSum(strategy, 1), [FiniteGradientCheck("stop", later)], 3, **options)
     with pytest.raises(NonFinite) as caught:
@@ -83,7 +84,7 @@ def test_a_sum_that_overflows_is_finite() -> None:
 def test_finite_gradients_whose_sum_overflows_stop_nothing(later: bool) -> None:
     module = nn.Linear(4, 1, bias=False)
     optimizers = [torch.optim.SGD(module.parameters())]
-    strategy = SimpleNamespace(parted=False, optimizers=optimizers, local_part=lambda tensor: tensor)
+    strategy = SimpleNamespace(weights="whole", optimizers=optimizers, local_part=lambda tensor: tensor)
     step: Any = SimpleNamespace(module=module, strategy=strategy, number=0, losses=[], batch=SimpleNamespace())
     check = FiniteGradientCheck("stop", later)
     module.weight.grad = torch.full((1, 4), 3e38)

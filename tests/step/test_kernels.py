@@ -71,7 +71,7 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
         y = torch.randint(0, 3, (samples,), generator=generator)
         splits = Splits(TensorDataset(x, y), None, None, Spec(1, size, ("a", "b", "c")), "none", Augment(2, True))
         layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=pieces)
-        strategy = Auto().make_lightning_strategy(layout)
+        strategy = Auto().build(layout).strategy
         counted = CountStep()
         options = QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False, "callbacks": [counted]}
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)

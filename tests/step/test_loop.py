@@ -153,7 +153,7 @@ def fit(
     if isinstance(module, Loud):
         module.calls = recorder.calls
     options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
-    strategy = Auto().make_lightning_strategy(layout)
+    strategy = Auto().build(layout).strategy
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)

@@ -87,7 +87,8 @@ def test_a_gradient_that_is_not_finite_is_detected_by_all_ranks(ranks: Ranks, po
     layout, skipped = layout_of(2, exact=True), []
 
     class Watched(FiniteGradientCheck):
-        def after_optimizer_step(self, step: Any) -> None:
+        def before_optimizer_step(self, step: Any) -> None:
+            super().before_optimizer_step(step)
             skipped.append(step.batch.skipped)
 
     def of_rank(rank: int) -> Fit:

@@ -12,7 +12,7 @@ import torch
 from thread_ranks import Ranks
 from torch import Tensor, nn
 
-from lockstep.arithmetic.exact_sum import CorruptMessage
+from lockstep.arithmetic.exact_sum import CheckedSum, CorruptMessage
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -45,11 +45,11 @@ def samples(piece: int) -> Tensor:
     return torch.randn(SIZES[piece], 4, generator=torch.Generator().manual_seed(piece))
 
 
-def make_sum(module: Any, kind: Any, world: int, check_messages: bool = False) -> Any:
+def make_sum(module: Any, kind: Any, world: int) -> Any:
     strategy = SimpleNamespace(
         lightning_module=module, holds=lambda thing: True, use_reducer=lambda wanted: False, gather_dicts=dict
     )
-    return kind(strategy, world, check_messages)
+    return kind(strategy, world)
 
 
 def step_batch(pieces: Sequence[int], number: int = 0) -> StepBatch:
@@ -68,7 +68,7 @@ def take_step(gradients: Any, pieces: Sequence[int], number: int = 0) -> Any:
     for micro_batch in batch.micro_batches:
         (module.loss(micro_batch.piece) * gradients.weight(micro_batch, batch)).backward()
         gradients.collect()
-    gradients.reduce(SimpleNamespace(batch=batch))
+    gradients.reduce(batch)
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
@@ -210,32 +210,6 @@ def test_a_stage_sums_no_parameters_of_others(net: Net) -> None:
     assert (size, sum(gradients.sum.sizes)) == (3 * 15, 15)
 
 
-def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
-    """As an extra lets them: a sum is applied after the next one has begun, to the same bits."""
-
-    def of_rank(rank: int, owners: Any) -> Any:
-        gradients = make_sum(deepcopy(net), ExactGradientSum, len(owners))
-        gradients.sums_at_once = 2
-        started = []
-        for number in range(3):
-            batch = step_batch(owners[rank], number)
-            gradients.begin(batch)
-            for micro_batch in batch.micro_batches:
-                (gradients.strategy.lightning_module.loss(micro_batch.piece) * micro_batch.size).backward()
-                gradients.collect()
-            started.append(gradients.start(batch))
-        results = []
-        for each in started:
-            gradients.apply(each)
-            results.append([parameter.grad for parameter in each.parameters])
-        return results
-
-    expected = of_rank(0, [range(5)])
-    assert same(expected, steps(net, ExactGradientSum, [range(5)], 0, 3))
-    for result in ranks(3, lambda rank: of_rank(rank, LAYOUTS[1])):
-        assert same(result, expected)
-
-
 def test_a_sum_of_one_process_is_started_and_applied_later(net: Net) -> None:
     gradients = make_sum(deepcopy(net), GradientSum, 1)
     module = gradients.strategy.lightning_module
@@ -286,7 +260,8 @@ def test_a_damaged_message_is_not_applied_where_it_arrives(
             return started
 
     def of_rank(rank: int, kind: Any) -> Any:
-        gradients = make_sum(deepcopy(net), kind, 3, check_messages=True)
+        gradients = make_sum(deepcopy(net), kind, 3)
+        gradients.exact_sum = CheckedSum
         gradients.strategy.rank = rank
         return [take_step(gradients, LAYOUTS[1][rank], number) for number in range(2)]
 
@@ -298,5 +273,5 @@ def test_a_damaged_message_is_not_applied_where_it_arrives(
 
 def test_gradients_that_wait_in_a_checkpoint_need_their_extra(net: Net) -> None:
     for kind in (GradientSum, ExactGradientSum):
-        with pytest.raises(UserError, match="the checkpoint has 2 gradients that its run had not applied yet"):
+        with pytest.raises(UserError, match="the checkpoint has gradients that its run had not applied yet"):
             make_sum(net, kind, 2).load_state_dict({"waiting": [1, 2]})

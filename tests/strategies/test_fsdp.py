@@ -19,7 +19,7 @@ from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import UserError
 from lockstep.strategies import FSDP
-from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import ProcessPerDevice
 from lockstep.strategies.fsdp import FullySharded
 from lockstep.strategies.sharded_optimizer import needs_whole_tensors
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
@@ -207,7 +207,7 @@ def test_parts_are_joined_to_the_whole_tensor(whole: Tensor) -> None:
 def test_machines_that_do_not_see_the_folder_can_not_save_parts(
     monkeypatch: pytest.MonkeyPatch, saves_parts: bool, has_copies: bool
 ) -> None:
-    monkeypatch.setattr(DistributedDataParallel, "setup_environment", lambda self: None)
+    monkeypatch.setattr(ProcessPerDevice, "setup_environment", lambda self: None)
     strategy = FullySharded(saves_parts=saves_parts)
     strategy.checkpoint_io = cast(Any, SimpleNamespace(has_copies=has_copies))
     strategy._lightning_module = cast(Any, SimpleNamespace(trainer=SimpleNamespace(callbacks=[])))

@@ -17,9 +17,8 @@ from lockstep.errors import UserError
 from lockstep.job.build import make_trainer
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import StepHook
+from lockstep.step.hook import StepHook
 from lockstep.strategies import Auto
-from lockstep.trainer.parts import make_gradient_sum
 
 
 def refusal(function: Any, *args: Any, **options: Any) -> str:
@@ -98,7 +97,7 @@ def test_hooks_sums_and_observers_are_arguments(tmp_path: Path) -> None:
     plain, other = Net(), Net()
     other.load_state_dict(plain.state_dict())
     trainer(tmp_path / "plain").fit(plain, loader())
-    sums = Halved(make_gradient_sum(Auto(), layout).strategy, 1)
+    sums = Halved(Auto().build(layout).strategy, 1)
     parts: dict[str, Any] = {"hooks": [hook], "gradients": sums, "checkpoint_io": AtomicCheckpointIO([Note()])}
     trainer(tmp_path / "parts", **parts).fit(other, loader())
     assert hook.steps == 12

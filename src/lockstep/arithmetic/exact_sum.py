@@ -64,11 +64,11 @@ class ExactSum:
         segment_ids: a number for each tensor. Tensors with one number are a segment; only they may share a grid.
         summed_here: for each tensor, whether this process sums it; the same for all tensors of a segment. In place of
             the other tensors, `total` returns those of `like`.
-        names: names of the tensors; if given, messages are checked. Each message then carries checksums, the sums of
-            its parts mod 2**64. They are linear, so the checksums of the result must equal the summed checksums.
+        names: names of the tensors, for messages; empty: they have none.
         device: the device of the sums; None: that of `like`.
 
     Attributes:
+        checks_messages: whether a message that is damaged on its way is noticed, see `CheckedSum`.
         groups: the indices of the tensors of each group. A group is the tensors that share a grid.
         local_groups: indices of the groups that this process sums.
         exponents: of each group: the largest element of its last sum is less than 2**exponent; None: not known. The
@@ -79,6 +79,8 @@ class ExactSum:
             after it.
         broken: indices of the tensors that had an addend with elements that are not finite, after `unpack`.
     """
+
+    checks_messages = False
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class ExactSum:
         # each group's constant was added; how many addends outgrew their grids; which tensors had an addend.
         counts = len(self.groups) + 1 + len(self.like)
         # If messages are checked, the checksums follow.
-        self.names, checks = names, len(self.groups) + 1 if names else 0
+        self.names, checks = names, (len(self.groups) + 1) * self.checks_messages
         self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
         self.scratch = torch.empty(CHUNK * self.in_chunks, dtype=torch.float64, device=self.device)
@@ -230,7 +232,7 @@ class ExactSum:
         if alone:
             return self.message
         self.counts.copy_(torch.tensor(counts))
-        if self.names:
+        if self.checks_messages:
             self.checks.copy_(_checksums([*self.parts, self.counts]))
         return self.message
 
@@ -247,7 +249,7 @@ class ExactSum:
         Raises:
             CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
-        if self.names and self.counts_alone is None:
+        if self.checks_messages and self.counts_alone is None:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
         counts = self.counts.tolist() if self.counts_alone is None else self.counts_alone
         groups = len(self.groups)
@@ -480,6 +482,16 @@ class ExactSum:
             if other == g:
                 units += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         return units
+
+
+class CheckedSum(ExactSum):
+    """An exact sum that notices a message damaged on its way.
+
+    Each message carries checksums, the sums of its parts mod 2**64. They are linear, so the checksums of the result
+    must equal the summed checksums.
+    """
+
+    checks_messages = True
 
 
 def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:

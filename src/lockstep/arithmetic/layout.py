@@ -31,7 +31,8 @@ class Layout:
         pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
         exact: whether sums must not depend on their order; `portable`: nor on the kind of processor.
         shares: relative number of pieces of each device, in rank order; empty: equal shares.
-        staged: whether each device is a process with one stage of the network, and every piece passes all stages.
+        weights: what a process has of the weights: `whole`; `sharded`, a part of each tensor between its passes; or
+            `staged`, the layers of its stage, and every piece passes all stages.
     """
 
     strategy: str
@@ -42,7 +43,7 @@ class Layout:
     pieces: int
     exact: bool | str = False
     shares: tuple[float, ...] = ()
-    staged: bool = False
+    weights: str = "whole"
 
     @property
     def num_devices(self) -> int:
@@ -66,7 +67,7 @@ class Layout:
         With dp there is one: it has the network and copies its weights to the other devices. With stages there is one
         network in all processes.
         """
-        return 1 if self.staged else self.world_size
+        return 1 if self.weights == "staged" else self.world_size
 
     @property
     def accumulate(self) -> int:
@@ -75,7 +76,7 @@ class Layout:
         With stages every device computes a part of the network for all pieces. That is the work of pieces / devices
         whole micro-batches, rounded up.
         """
-        if self.staged:
+        if self.weights == "staged":
             return -(-self.pieces // self.num_devices)
         return max(self.counts)
 
@@ -99,7 +100,7 @@ class Layout:
 
         A device with a stage of the network owns all of them.
         """
-        if self.staged:
+        if self.weights == "staged":
             return range(self.pieces)
         borders = _borders(self.pieces, self.num_devices, self.shares)
         return range(borders[device], borders[device + 1])
@@ -131,7 +132,7 @@ class Layout:
         size = f"{self.piece_size}" if equal else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
         devices = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
-        if self.staged:
+        if self.weights == "staged":
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
             devices = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
@@ -142,7 +143,7 @@ class Layout:
 class Assignment:
     """Assigns the pieces of every step as the run's layout does.
 
-    An extra may replace it (`Extra.wrap_assignment`) to assign the pieces of later steps otherwise. All processes must
+    Another one may take its place in a data module, to assign the pieces of later steps otherwise. All processes must
     then get the same layout for a step, also loader processes, which are forked earlier and fetch several steps ahead.
 
     Args:
@@ -200,7 +201,7 @@ def resolve(
     accumulate_grad_batches: int | None = None,
     exact: bool | str = False,
     shares: tuple[float, ...] = (),
-    staged: bool = False,
+    weights: str = "whole",
     equal_pieces: bool = True,
 ) -> Layout:
     """Return the layout of a config.
@@ -215,7 +216,7 @@ def resolve(
         accumulate_grad_batches: None: it follows from `pieces`, or is 1 if that is None too.
         exact: see `Layout`.
         shares: see `Layout`.
-        staged: see `Layout`.
+        weights: what a process has of them on several devices; see `Layout`.
         equal_pieces: whether all pieces of a full step must have the same size. In an evaluation they may differ by a
             sample.
 
@@ -236,7 +237,8 @@ def resolve(
                 f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or use pieces={num_devices * accumulate}"
             )
-    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, num_pieces, exact, shares, staged)
+    weights = weights if num_devices > 1 else "whole"
+    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, num_pieces, exact, shares, weights)
     if num_pieces > layout.max_pieces:
         limit = f"{layout.max_pieces:,} pieces{' with exact=true' * bool(exact)}"
         raise UserError(f"{reason} is too many: a step has at most {limit}")

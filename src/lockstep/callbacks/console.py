@@ -19,7 +19,7 @@ from lockstep.callbacks.meter import Meter, find_meter
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.lightning.epochs import is_last_step
-from lockstep.step.passes import numbers_of
+from lockstep.step.outputs import numbers_of
 from lockstep.text import duration
 
 LOG = logging.getLogger("lockstep")

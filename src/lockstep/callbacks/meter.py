@@ -16,7 +16,7 @@ from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.logged_values import on_host, products
 from lockstep.step.memory import peak_memory
-from lockstep.step.passes import numbers_of
+from lockstep.step.outputs import numbers_of
 
 GIB = float(1 << 30)
 WARMUP = 10  # optimizer steps that `samples_per_second` leaves out, see `Speed`
@@ -210,7 +210,8 @@ class Meter(Callback):
         self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        counted_rows = rows[:1] if trainer.strategy.staged else rows  # all stages of a network have the same values
+        staged = trainer.strategy.weights == "staged"  # then all have the same values
+        counted_rows = rows[:1] if staged else rows
         total = counted_rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
         for name, new in zip(self._names, total, strict=True):
             self._since[name] = self._since[name] + new if name in self._since else new
@@ -240,7 +241,8 @@ class Meter(Callback):
         self._add_pieces()
         local, self._local = self._local, {}
         ranks = gather_objects(local)
-        for by_name in ranks[:1] if trainer.strategy.staged else ranks:  # all stages of a network have the same values
+        staged = trainer.strategy.weights == "staged"  # then all have the same values
+        for by_name in ranks[:1] if staged else ranks:
             for name, (total, samples) in by_name.items():
                 whole, count = self._epoch.get(name, (ExactTotal(), Fraction()))
                 whole.merge(total)

@@ -70,7 +70,8 @@ class ReplicaConsistencyCheck(Callback):
         sums = [
             _checksum(each, device) for each in (trainer.strategy.replicated_parameters(), _buffers(pl_module).values())
         ]
-        settings = [] if trainer.strategy.staged else _settings(trainer.optimizers)  # stages have groups of their own
+        staged = trainer.strategy.weights == "staged"  # then each has groups of its own
+        settings = [] if staged else _settings(trainer.optimizers)
         digest = hashlib.sha256(repr(settings).encode()).hexdigest()
         weights, buffers, digests = zip(*gather_objects((*map(int, sums), digest)), strict=True)
         if others := _unusual(digests):
@@ -105,15 +106,9 @@ class ReplicaConsistencyCheck(Callback):
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         # `trainer.training` is false here: a fit's validation is a stage of its own
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.strategy.before_weights_are_read()  # Lightning calls the strategy's hook after the callbacks'
             self._compare(trainer, pl_module)
 
-    def _compare_after_steps(self, trainer: Any, pl_module: LightningModule) -> None:
-        trainer.strategy.before_weights_are_read()
-        self._compare(trainer, pl_module)
-
-    on_train_start = on_save_checkpoint = _compare
-    on_train_epoch_end = on_train_end = _compare_after_steps
+    on_train_start = on_train_epoch_end = on_train_end = on_save_checkpoint = _compare
 
 
 def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:

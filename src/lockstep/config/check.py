@@ -138,7 +138,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         accumulate_grad_batches=keys.accumulate_grad_batches,
         exact=keys.exact,
         shares=strategy.shares,
-        staged=strategy.staged,
+        weights=strategy.weights,
         equal_pieces=trains,
     )
     precision = keys.precision

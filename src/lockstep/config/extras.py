@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
-    from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.passes import StepHook
+    from lockstep.step.hook import StepHook
+    from lockstep.step.passes import StepPasses
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,12 @@ class Extra:
         separate_weights: whether each process has its own gradient and its own weights.
         changes_weights: whether the extra changes the weights of a run.
         can_skip: whether a step may be skipped (`nonfinite=skip`).
-        checks_messages: whether a message that is damaged on its way between processes must be detected.
         name: the name of the extra's file in conf/extras/; set when the extra is chosen.
     """
 
     separate_weights = False
     changes_weights = True
     can_skip = True
-    checks_messages = False
     name = ""
 
     @property
@@ -101,14 +99,6 @@ class Extra:
         """
         return ()
 
-    def wrap_assignment(self, assignment: "Assignment") -> "Assignment":
-        """Return the assignment of pieces to devices to use. It is called first, in each worker.
-
-        Args:
-            assignment: that of the core, or of an earlier extra.
-        """
-        return assignment
-
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         """Return the gradient sum to use. It is called before the methods that get the parts of the run.
 
@@ -116,6 +106,14 @@ class Extra:
             gradients: the gradient sum of the core, or of an earlier extra.
         """
         return gradients
+
+    def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        """Return what computes each step. It is called last, when the Trainer is made.
+
+        Args:
+            passes: that of the core, or of an earlier extra; `lockstep.step.strategy.proxy` gives it other methods.
+        """
+        return passes
 
     def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
         """Return the hooks that take part in each step.
@@ -126,7 +124,7 @@ class Extra:
         return ()
 
     def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
-        """Return callbacks for Lightning's Trainer. This method is called last.
+        """Return callbacks for Lightning's Trainer.
 
         The callbacks are called before those of the core and of conf/.
 

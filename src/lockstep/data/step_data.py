@@ -66,10 +66,10 @@ class StepData(pl.LightningDataModule):
             memory, else the machine's cores divided by its number of ranks, at least 1 and at most 8.
         resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
-        assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
     Attributes:
         order: the order of the training samples.
+        assignment: assigns the pieces of each step to devices, as `layout` does.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class StepData(pl.LightningDataModule):
         num_workers: int | None = None,
         resident: bool | str = "auto",
         trains: bool = True,
-        assignment: Assignment | None = None,
     ) -> None:
         self.owner = None if isinstance(splits.owner, pl.LightningModule) else splits.owner
         super().__init__()
@@ -94,7 +93,7 @@ class StepData(pl.LightningDataModule):
                 LOG.warning("num_workers=%d: %s %d", num_workers, can_use, most)
             num_workers = most
         self.num_workers = num_workers
-        self.assignment = assignment or Assignment(layout)
+        self.assignment = Assignment(layout)
         self.order = splits.order(layout, seed)
         self._has_images = splits.spec != NO_IMAGES
         self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split and the samples that are evaluated

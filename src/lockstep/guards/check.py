@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.guards.losses import HALF, MIN_DIFFERENCE, Losses, WeightedMeans, grows, may_grow
 from lockstep.step.batch import repeated
+from lockstep.step.outputs import outputs_of
 from lockstep.step.parameters import not_in_proportion
-from lockstep.step.passes import outputs_of
 from lockstep.step.trial import Saved, generator_states, peeked_iterators, trial_passes
 from lockstep.text import join_names
 

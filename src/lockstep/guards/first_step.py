@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lockstep.errors import StepRefused
 from lockstep.guards.check import MEANS, Finding, Piece, check
 from lockstep.step.batch import MicroBatch
-from lockstep.step.passes import Step, StepHook
+from lockstep.step.hook import StepHook
+from lockstep.step.step import Step
 from lockstep.step.strategy import proxy
 from lockstep.step.trial import Saved, trial_passes
 
@@ -49,7 +50,7 @@ class FirstStepCheck(StepHook):
         if self._done or step.number:
             return
         self._done = True
-        several = step.passes.gradients.world_size > 1
+        several = step.gradients.world_size > 1
         if step.strategy.passes_communicate or (
             several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())
         ):
@@ -137,7 +138,7 @@ class CollectFindings(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Let the check collect."""
-        for hook in trainer.strategy.hooks:
+        for hook in trainer.fit_loop.epoch_loop.passes.hooks:
             if isinstance(hook, FirstStepCheck):
                 hook.findings = self.findings
 

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
-from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO
@@ -53,7 +52,6 @@ from lockstep.report.report_lines import headline
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
 from lockstep.trainer.parts import (
     callbacks_of,
-    make_gradient_sum,
     rank_of_replica,
     refuse_callback,
     refuse_hooks,
@@ -178,13 +176,8 @@ def sample_images(splits: Splits) -> Any:
 
 def make_data(config: Config, splits: Splits) -> StepData:
     """Return the data of this worker: the samples of its pieces."""
-    rank = rank_of_replica(config.layout)
-    assignment = Assignment(config.layout)
-    for extra in config.extras.values():
-        assignment = extra.wrap_assignment(assignment)
-    return StepData(
-        splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
-    )
+    rank, resident = rank_of_replica(config.layout), config.speed.resident
+    return StepData(splits, config.layout, config.seed, rank, config.num_workers, resident, config.trains)
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
@@ -273,7 +266,7 @@ def _check_callback(
             raise UserError(
                 f"{setting}: with {extra.setting} each device would have its own average: leave one of them out"
             )
-    if config.layout.staged:  # each process has a part of the network
+    if config.layout.weights == "staged":  # each process has a part of the network
         raise UserError(f"{setting}: {kind} needs the whole network on each device: use strategy=ddp")
     if config.precision.endswith("16-true"):
         precision = f"precision={config.precision}"
@@ -298,8 +291,7 @@ def make_trainer(
     """
     layout = config.layout
     resumed = parts.resumed if parts else {}
-    check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
-    gradient_sum = make_gradient_sum(config.strategy, layout, check_messages)
+    gradient_sum = config.strategy.build(layout)
     can_skip = all(extra.can_skip for extra in config.extras.values())
     hooks = step_checks(layout, config.nonfinite, can_skip, config.compile)
     if config.speed.cuda_graphs:
@@ -345,4 +337,8 @@ def make_trainer(
         **debug_options,
     )
     # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
-    return call("debug.trainer", make_step_trainer)
+    trainer: Trainer = call("debug.trainer", make_step_trainer)
+    loop: Any = trainer.fit_loop.epoch_loop
+    for extra in config.extras.values():
+        loop.passes = extra.wrap_passes(loop.passes)
+    return trainer

@@ -79,7 +79,7 @@ class TrainingJob(Job):
             splits = first_batch(splits, config.layout, config.seed)
         self.hydra_files = hydra_files
         self.ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
-        whole = not config.strategy.sharded or bool(config.extras)  # an extra may read the tensors
+        whole = config.layout.weights != "sharded" or bool(config.extras)  # an extra may read the tensors
         path, self._loaded = load_start(folder, config.resume, hydra_files, self.ranks, whole=whole)
         self.first_step = self._loaded.get("global_step", 0)
         # the call of `trainer.fit` that has saved the checkpoint

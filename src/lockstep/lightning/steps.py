@@ -14,8 +14,11 @@ from lockstep.lightning.epochs import StepEpochLoop, validation_or_epoch_end_fol
 from lockstep.lightning.hooks import call_hook, call_of_module, call_of_strategy, overrides_method
 from lockstep.step.batch import MicroBatch, data_of
 from lockstep.step.gradients import GradientSum
+from lockstep.step.hook import StepHook
 from lockstep.step.memory import optimizer_memory_advice
-from lockstep.step.passes import Outputs, Step, StepHook, StepPasses
+from lockstep.step.outputs import Outputs
+from lockstep.step.passes import StepPasses
+from lockstep.step.step import Step
 from lockstep.step.strategy import Hooks
 
 
@@ -103,7 +106,7 @@ class StepLoop(StepEpochLoop):
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        step = Step(self.passes, step_batch)
+        step = self.passes.new_step(step_batch)
         step_batch.put_together = step.put_together
         self.seed_hooks(Hooks.STEP_START, step_batch.step)
         if call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1:
@@ -169,8 +172,7 @@ class StepLoop(StepEpochLoop):
         if not outputs:
             kind = type(self.trainer.lightning_module).__name__
             raise UserError(f"{kind}.optimizer_step did not call its closure: it must call it once")
-        self.passes.after_optimizer_step(step)
-        return step.returned(outputs)
+        return self.passes.returned(step, outputs)
 
     def run_optimizer(self, closure: Callable[[], Tensor]) -> None:
         """Run the module's `optimizer_step`, without counting a step. `closure` sets gradients and returns the loss."""

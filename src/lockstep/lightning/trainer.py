@@ -25,7 +25,7 @@ from lockstep.lightning.results import EvaluationLogs, TrainingLogs
 from lockstep.lightning.saves import WaitingSaves
 from lockstep.lightning.steps import StepLoop
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import StepHook
+from lockstep.step.hook import StepHook
 
 
 class QuickStage:
@@ -74,7 +74,6 @@ class StepTrainer(QuickStage, pl.Trainer):
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         self.saves = WaitingSaves(self, self._save_now)
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        gradients.strategy.hooks = hooks
         gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
         if type(self.profiler) is PassThroughProfiler:  # the default
             self.profiler = NoProfiler()

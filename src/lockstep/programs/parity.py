@@ -334,14 +334,14 @@ def requested_layout(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
 
 def title(layout: Layout) -> str:
     """Return a layout's name in the table."""
-    if layout.staged:
+    if layout.weights == "staged":
         return f"{layout.strategy}, {layout.devices} stages"
     return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {plural(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:
     """Return the number of pieces of each device, such as `4 + 4`."""
-    if layout.staged:
+    if layout.weights == "staged":
         return f"{layout.pieces} through all"
     return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
 

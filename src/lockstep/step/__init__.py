@@ -1,4 +1,4 @@
-"""One optimizer step from its pieces: micro-batches, passes, gradients, buffers, and the loop.
+"""One optimizer step from its pieces: passes, hooks, gradients, buffers, micro-batches. Read them in this order.
 
 | name | what it is |
 |---|---|
@@ -8,17 +8,17 @@
 | `Step` | one optimizer step on this process: a `StepBatch` and what its passes return |
 | `StepPasses` | computes the gradient of a `Step` |
 | `StepHook` | is called at fixed places of each step |
-| `StepLoop`, `StepTrainer` | Lightning's loop and Trainer, which take steps of this kind |
 | `StepData` | what a step needs of the data module |
 
 The calls of a step, from the outside to the inside:
 
-    StepLoop.advance                      fetch a StepBatch, call Lightning's hooks
+    StepLoop.advance                      fetch a StepBatch, call Lightning's hooks (lightning/steps.py)
       module.optimizer_step(closure)      Lightning's, or the user's
-        StepPasses.run                    the closure: hooks, and the passes in the order of strategy.schedule
-          Step.forward, Step.backward     one micro-batch
-            PieceStrategy.training_step   the module's training_step, with the seed of the piece
-          GradientSum.collect             after each backward pass
-          GradientSum.reduce              after the last one: over all processes
+        StepPasses.run                    the closure
+          StepPasses.compute              the passes in the order of strategy.schedule
+            Step.forward, Step.backward   one micro-batch
+              PieceStrategy.training_step the module's training_step, with the seed of the piece
+            GradientSum.collect           after each backward pass
+          StepPasses.reduce               GradientSum.reduce over all processes; the hooks before the optimizer step
       the optimizer steps
 """

@@ -68,8 +68,7 @@ class BatchNormStats:
             owners = [layer for layer in self.layers for _ in kinds]  # of each buffer
             summed_here = [gradients.strategy.holds(layer) for layer in owners]
             names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
-            names_to_check = names if gradients.check_messages else ()
-            self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names_to_check)
+            self.exact_sum = gradients.exact_sum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
             if len(exponents) == len(self.exact_sum.exponents):  # else the checkpoint's run had other layers
                 self.exact_sum.exponents = list(exponents)
 

@@ -145,13 +145,12 @@ class Reduction:
 
     Args:
         like: tensors with the shapes and dtypes of the values, by buffer.
-        exact: whether a mean is an exact sum.
+        exact_sum: the class of the sums of which means are made; None: they are rounded.
         exponents: `ExactSum.exponents` of earlier steps, by buffer.
-        check_messages: see `GradientSum`.
     """
 
     def __init__(
-        self, like: Mapping[str, Tensor], exact: bool, exponents: Mapping[str, int | None], check_messages: bool
+        self, like: Mapping[str, Tensor], exact_sum: type[ExactSum] | None, exponents: Mapping[str, int | None]
     ) -> None:
         self.like = dict(like)
         self.flat = [_flat(value) for value in self.like.values()]
@@ -163,11 +162,10 @@ class Reduction:
         self.names = [list(self.like)[at] for at in self.floats]
         self.differed: Tensor | None = None  # for each value, whether it was an integer that differed, in some step
         self.exact_sum: ExactSum | None = None
-        if exact and self.floats:
+        if exact_sum is not None and self.floats:
             flat = [torch.empty_like(self.flat[at]) for at in self.floats]
             # Each buffer has a grid of its own, so that its sum does not depend on which others have changed.
-            ids, names = range(len(flat)), self.names if check_messages else ()
-            self.exact_sum = ExactSum(flat, segment_ids=ids, names=names)
+            self.exact_sum = exact_sum(flat, segment_ids=range(len(flat)), names=self.names)
             self.exact_sum.exponents = [exponents.get(name) for name in self.names]
 
     def begin(self, step: int) -> None:
@@ -357,16 +355,16 @@ class StepBuffers:
         self.batch_norm = BatchNormStats(gradients, state.get("statistics", ()))
         self.strategy = gradients.strategy
         self.exact = gradients.exact
-        self._check_messages = gradients.check_messages
+        self._exact_sum = gradients.exact_sum if gradients.exact else None
         # With stages, all processes get the values of all buffers, since each of them calls `validation_step`.
-        self._communicates = self.batch_norm.world_size > 1 or self.strategy.staged
+        self._communicates = self.batch_norm.world_size > 1 or self.strategy.weights == "staged"
         self.buffers: dict[str, Buffer] = {}
         self._left_out: set[str] = set()  # names of buffers that can't follow the rule
         self._exponents: dict[str, int | None] = dict(state.get("buffers", {}))
         self._reductions: dict[type[Reduction], Reduction] = {}  # of `averaged`: of buffers, and of parameters
         # Stages have other parameters, and a step of one piece may change what it wants.
         several = data_of(self.strategy.lightning_module.trainer).layout.pieces > 1
-        self._follows_parameters = several and not self.strategy.staged
+        self._follows_parameters = several and self.strategy.weights != "staged"
         self._begins_epoch, self._compares_parameters = True, False  # in this step
         self._steps_to_compare = COMPARED_STEPS  # steps left in which contents are compared
         self._pieces = 0  # of this process in this step
@@ -423,7 +421,7 @@ class StepBuffers:
         ):
             self._read_integers()
             self._exponents = self.state_dict().get("buffers", {})
-            self._reductions[kind] = kind(like, self.exact, self._exponents, self._check_messages)
+            self._reductions[kind] = kind(like, self._exact_sum, self._exponents)
         return self._reductions[kind]
 
     def before_forward(self) -> None:
@@ -597,7 +595,7 @@ class StepBuffers:
             if path in report.changes:
                 forms |= report.changes[path].forms
                 count += report.changes[path].pieces
-            elif report.pieces and start is not None and not self.strategy.staged:  # no piece has changed it there
+            elif report.pieces and start is not None and self.strategy.weights != "staged":  # none has changed it there
                 forms.add(_form(start))
                 count += report.pieces
         if len(forms) != 1 or count == 0:
@@ -605,7 +603,7 @@ class StepBuffers:
         shape, dtype = forms.pop()
         like = torch.empty(shape, dtype=dtype, device=self.strategy.root_device if start is None else start.device)
         kind = Agreement if buffer.is_parameter else Reduction
-        reduction = kind({path: like}, self.exact, {}, self._check_messages)
+        reduction = kind({path: like}, self._exact_sum, {})
         reduction.begin(step)
         values = self._changes.get(path, [start] * self._pieces if buffer.computed_here else [])
         for value in values:

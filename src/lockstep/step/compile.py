@@ -13,8 +13,9 @@ import torch
 
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.torch_versions import compile_network
+from lockstep.step.hook import StepHook
 from lockstep.step.network_parts import networks
-from lockstep.step.passes import Step, StepHook
+from lockstep.step.step import Step
 
 SHAPES = 64  # compiled per network; torch's limit is 8 for all, and a ninth would run uncompiled, with other bits
 

@@ -17,7 +17,8 @@ from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import MicroBatch, repeated
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
-from lockstep.step.passes import Step, StepHook
+from lockstep.step.hook import StepHook
+from lockstep.step.step import Step
 from lockstep.step.trial import trial_passes
 from lockstep.text import join_names
 
@@ -85,7 +86,7 @@ class FiniteGradientCheck(StepHook):
         self._losses.append((step.number, step.losses))
         if self._skips_step(step):
             restore_buffers(self._buffers)
-            step.passes.buffers.restore_parameters()
+            step.buffers.restore_parameters()
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
@@ -97,11 +98,11 @@ class FiniteGradientCheck(StepHook):
         module, strategy = step.module, step.strategy
         groups = strategy.optimizers[0].param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        if not gradients and not strategy.parted:
+        if not gradients and strategy.weights == "whole":
             return False
         self.flush()
         number = finite_if_all_are(gradients or [torch.zeros(1, device=strategy.root_device)], self.one_step_later)
-        if strategy.parted:
+        if strategy.weights != "whole":
             dist.all_reduce(number := number.abs().to(strategy.root_device, torch.double))
         if self.one_step_later:
             answer = number.to("cpu", non_blocking=True)
@@ -112,7 +113,7 @@ class FiniteGradientCheck(StepHook):
             return False
         trained = ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
         names = [name for name, gradient in trained if not bool(strategy.local_part(gradient).isfinite().all())]
-        if strategy.parted:
+        if strategy.weights != "whole":
             # Backward passes begin in the last stage, so its names come first.
             names = list(dict.fromkeys(name for part in reversed(gather_objects(names)) for name in part))
         if not names:
@@ -175,7 +176,7 @@ class FiniteGradientCheck(StepHook):
         suspects = bad or step.batch.micro_batches
         values = [sample for micro_batch in suspects for sample in samples_with_wrong_values(micro_batch)]
         # One step later, the weights are not those of the step. A stage can't compute a loss alone.
-        search = bad and not values and not self.one_step_later and not step.strategy.staged
+        search = bad and not values and not self.one_step_later and step.strategy.weights != "staged"
         self._searches += 1
         wrong_losses, searched = [], 0
         with step.strategy.whole_weights():
@@ -189,7 +190,7 @@ class FiniteGradientCheck(StepHook):
             if step.strategy.holds(p) and (part := step.strategy.local_part(p.detach())).numel()
         )
         local = Findings(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
-        return gather_objects(local) if step.passes.gradients.world_size > 1 else [local]
+        return gather_objects(local) if step.gradients.world_size > 1 else [local]
 
     def _growth(self, step: Step) -> tuple[float, float] | None:
         """Return the smallest and the latest loss until `step`, if the latest one is much larger.

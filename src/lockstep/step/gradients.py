@@ -7,21 +7,18 @@ returns weights, each loss is weighted by its weight, divided by their sum, whic
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
+from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.network_parts import segment_ids
 from lockstep.step.strategy import PieceStrategy
-from lockstep.text import plural
-
-if TYPE_CHECKING:
-    from lockstep.step.passes import Step
 
 Gradients = list[Tensor | None]  # one for each trained parameter; None: the parameter has no gradient
 # the gradients; with exact=true also the largest element of each group of tensors that share a grid (exact_sum.py)
@@ -67,21 +64,19 @@ class GradientSum:
 
     Args:
         strategy: the trainer's strategy.
-        world_size: number of processes over which the gradient is summed. Extras may sum over fewer than all.
-        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
+        world_size: number of processes over which the gradient is summed.
 
     Attributes:
         exact: whether the sum has the same bits in any order.
-        sums_at_once: number of steps whose sums may run at the same time. An extra may set it before the first step.
+        exact_sum: the class of the exact sums of a step: of gradients, of buffers and of BatchNorm's statistics.
     """
 
     exact = False
+    exact_sum = ExactSum
 
-    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
+    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
         self.strategy = strategy
         self.world_size = world_size
-        self.check_messages = check_messages
-        self.sums_at_once = 1
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients in the last backward pass
 
     def begin(self, step_batch: StepBatch) -> None:
@@ -106,20 +101,16 @@ class GradientSum:
     def collect(self) -> None:
         """Collect the gradient after a backward pass. Here autograd has added it to those before."""
 
-    def reduce(self, step: "Step") -> "Step | None":
+    def reduce(self, step_batch: StepBatch) -> None:
         """Sum over all processes after the last pass, unless DDP's reducer has done so.
 
         If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
         an optimizer would apply weight decay.
-
-        Returns:
-            The step whose gradient the parameters now have; None if no optimizer step is due.
         """
         if not self._reducer_sends and self.world_size > 1:
-            self.apply(self.start(step.batch))
+            self.apply(self.start(step_batch))
         else:
-            self._rescale(step.batch)
-        return step
+            self._rescale(step_batch)
 
     def scale(self, step_batch: StepBatch) -> float:
         """Return the factor by which the sum of weighted losses becomes their mean; 1 without weights."""
@@ -174,12 +165,11 @@ class GradientSum:
             state: the result of `state_dict`; empty if the checkpoint's run used another kind of sum.
 
         Raises:
-            UserError: the state has gradients that are not applied yet, which only an extra can apply.
+            UserError: an extra of that run has left a state that would be lost.
         """
-        if waiting := state.get("waiting"):
+        if any(value for name, value in state.items() if name != "exponents"):
             raise UserError(
-                f"the checkpoint has {plural(len(waiting), 'gradient')} that its run had not applied yet: resume it "
-                "with the extras of that run"
+                "the checkpoint has gradients that its run had not applied yet: resume it with the extras of that run"
             )
 
 
@@ -193,9 +183,8 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
-        super().__init__(strategy, world_size, check_messages)
-        self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
+    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
+        super().__init__(strategy, world_size)
         self.sum: Any = None  # the sum of the current step
         self.all_parameters: dict[str, torch.nn.Parameter] = {}
         self.trained: dict[str, torch.nn.Parameter] = {}  # of these, those that require a gradient
@@ -204,32 +193,28 @@ class ExactGradientSum(GradientSum):
         self.exponents: list[int | None] = []
 
     def begin(self, step_batch: StepBatch) -> None:
-        """Start a step. Make new sums if other parameters are trained than before."""
+        """Start a step. Make a new sum if other parameters are trained than before."""
         self.all_parameters = self.all_parameters or dict(self.strategy.lightning_module.named_parameters())
         trained = {name: p for name, p in self.all_parameters.items() if p.requires_grad}
-        if not self.sums or trained.keys() != self.trained.keys():
+        if self.sum is None or trained.keys() != self.trained.keys():
             self.trained = trained
-            self._make_sums()
-        self.sum = self.sums[step_batch.step % len(self.sums)]
+            self.sum = self._new_sum()
         self.sum.begin(step_batch.step)
         self._reset()
 
-    def _make_sums(self) -> None:
-        """Make the sums of the trained parameters."""
+    def _new_sum(self) -> ExactSum:
+        """Return a sum of the trained parameters, with the exponents of a checkpoint or of the last sum."""
         parameters = list(self.trained.values())
-        ids = segment_ids(self.strategy.lightning_module, parameters)
-        self.sums = [self._make_sum(parameters, ids) for _ in range(self.sums_at_once)]
-        # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
-        if len(self.exponents) != len(self.sums[0].exponents):
-            self.exponents = self.sums[0].exponents
-        for each in self.sums:
-            each.exponents = self.exponents
+        new = self._make_sum(parameters, segment_ids(self.strategy.lightning_module, parameters))
+        if len(self.exponents) != len(new.exponents):  # the groups are others now
+            self.exponents = new.exponents
+        new.exponents = self.exponents
+        return new
 
     def _make_sum(self, parameters: list[torch.nn.Parameter], segments: list[int]) -> ExactSum:
         """Return a sum of the gradients of `parameters`; `segments` are their `segment_ids`."""
         summed_here = [self.strategy.holds(p) for p in parameters]
-        names_to_check = list(self.trained) if self.check_messages else ()
-        return ExactSum([p.detach() for p in parameters], None, segments, summed_here, names_to_check)
+        return self.exact_sum([p.detach() for p in parameters], None, segments, summed_here, list(self.trained))
 
     def _reset(self) -> None:
         """Drop the gradients, also of parameters that belong to no optimizer and that `zero_grad` does not reach."""
@@ -245,10 +230,9 @@ class ExactGradientSum(GradientSum):
         self.sum.add([parameter.grad for parameter in self.trained.values()], unchanged=True)
         self._reset()
 
-    def reduce(self, step: "Step") -> "Step | None":
-        """Sum over all processes and set the parameters' gradients. Return the same step."""
-        self.apply(self.start(step.batch))
-        return step
+    def reduce(self, step_batch: StepBatch) -> None:
+        """Sum over all processes and set the parameters' gradients."""
+        self.apply(self.start(step_batch))
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Start the sum of this step's collected gradients over all processes."""
@@ -262,12 +246,7 @@ class ExactGradientSum(GradientSum):
             sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, divisor)
             return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
-        started = StartedSum(list(self.trained.values()), wait)
-        # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
-        # applied, so wait for the result here.
-        if self.sums_at_once > 1 and None in exact_sum.grid_exponents:
-            exact_sum.update_grids(started.result[1])
-        return started
+        return StartedSum(list(self.trained.values()), wait)
 
     def apply(self, started: StartedSum) -> None:
         """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
@@ -283,7 +262,24 @@ class ExactGradientSum(GradientSum):
         """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
-        self.sums, self.sum = [], None  # those of an earlier `fit` have other exponents
+        self.sum = None  # that of an earlier `fit` has other exponents
+
+
+def gradient_sum(
+    strategy: PieceStrategy,
+    layout: Layout,
+    plain: type[GradientSum] = GradientSum,
+    exact: type[GradientSum] = ExactGradientSum,
+) -> GradientSum:
+    """Return the sum of a step's gradients on a layout.
+
+    Args:
+        strategy: computes the pieces.
+        layout: the layout.
+        plain: the class of a sum up to rounding. With one piece nothing is added, so it is exact, too.
+        exact: the class of a sum that is independent of the order.
+    """
+    return (exact if layout.exact and layout.pieces > 1 else plain)(strategy, layout.replicas)
 
 
 def gather_exponents(strategy: PieceStrategy, exact_sum: ExactSum) -> list[int | None]:

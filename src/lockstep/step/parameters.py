@@ -1,7 +1,7 @@
 """What a step in pieces can't do with a module's parameters: checked before each epoch, and in a run's first step."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,6 @@ from torch import Tensor, nn
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import UserError
 from lockstep.text import join_names
-
-if TYPE_CHECKING:
-    from lockstep.step.gradients import GradientSum
 
 FACTORS = 2.0**-8, 2.0**8  # of a loss, so that gradients have the same digits
 TOLERANCE = 1e-2  # of the largest element; kernels that are not deterministic differ by less
@@ -44,18 +41,21 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def check_parameters(gradients: "GradientSum", pieces: int) -> None:
+def check_parameters(module: nn.Module, exact: bool, pieces: int) -> None:
     """Check that the gradients of a module's parameters can be summed over pieces.
+
+    Args:
+        exact: whether the sum must be exact.
+        pieces: pieces of a step.
 
     Raises:
         UserError: a parameter has a hook on its gradient, or numbers that an exact sum does not know.
     """
-    module = gradients.strategy.lightning_module
     if pieces == 1:  # its gradient is that of the step
         return
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     refuse_gradient_hooks(named)
-    if gradients.exact and (names := [name for name, parameter in named if parameter.is_complex()]):
+    if exact and (names := [name for name, parameter in named if parameter.is_complex()]):
         raise UserError(
             f"exact=true: {join_names(names, 2)} has complex numbers, which have no exact sum: keep real and imaginary "
             "parts as two parameters and use torch.complex(), or exact=false"
@@ -126,19 +126,15 @@ def refuse_other_gradients(before: dict[str, tuple[int, int]], module: nn.Module
         raise UserError(OTHER_BACKWARD.format(join_names(names, 2)))
 
 
-def refuse_sparse_gradients(gradients: "GradientSum") -> None:
+def refuse_sparse_gradients(setting: str, module: nn.Module) -> None:
     """Refuse sparse gradients where they are summed over pieces or processes.
+
+    Args:
+        setting: why they are summed, for the message.
 
     Raises:
         UserError: there is one.
     """
-    if not gradients.exact and gradients.world_size == 1:
-        return
-    names = [
-        name
-        for name, parameter in gradients.strategy.lightning_module.named_parameters()
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided
-    ]
-    if names:
-        setting = "exact=true" if gradients.exact else f"strategy={getattr(gradients.strategy, 'name', 'ddp')}"
+    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    if names := [name for name, gradient in named if gradient is not None and gradient.layout is not torch.strided]:
         raise UserError(f"{setting}: the gradient of {join_names(names, 2)} is sparse: leave out sparse=True")

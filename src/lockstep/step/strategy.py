@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -16,9 +16,6 @@ from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 from lockstep.step.parameters import refuse_meta
-
-if TYPE_CHECKING:
-    from lockstep.step.passes import StepHook
 
 T = TypeVar("T")
 
@@ -72,28 +69,18 @@ class PieceStrategy(Strategy):
     """A Lightning strategy that runs the micro-batches of a step and gives the order of their passes.
 
     Attributes:
-        staged: whether each process has a different part of the network, a stage, and computes it for all samples.
-        has_last_stage: whether this process has the network's last stage, or the whole network. If not, its first call
-            of `training_step` ends with its stage's output. Before the backward pass it calls `training_step` again,
-            without gradients. This call gets the network's output and returns the loss.
-        parted: whether each process has only a part of the step's gradient.
+        weights: what this process has of the weights, and of their gradient; see `Layout`.
         passes_communicate: whether a pass needs the other processes.
         less_memory: a setting with which the weights take less memory; empty: there is none.
-        hooks: the hooks of the trainer's steps.
         changing_parameters: names of the parameters without a gradient that `training_step` may change in this step.
-        substitute: an object with the module's parameters that computes in its place; None: the module computes.
         lightning_module: the module that is trained; Lightning's property, with another type.
     """
 
     lightning_module: Any
-    staged = False
-    has_last_stage = True
-    parted = False
+    weights = "whole"
     passes_communicate = False
     less_memory = ""
-    hooks: Sequence["StepHook"] = ()
     changing_parameters: Collection[str] = ()
-    substitute: Any = None
     _failed = False  # whether an error has ended the run
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
 
@@ -237,22 +224,7 @@ class PieceStrategy(Strategy):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        return getattr(self.substitute or self.lightning_module, name)(*args, **kwargs)
-
-    def before_weights_are_read(self) -> None:
-        """Call the hooks' `before_weights_are_read`. Every process calls this."""
-        for hook in self.hooks:
-            hook.before_weights_are_read()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, after `before_weights_are_read`."""
-        self.before_weights_are_read()
-        return super().lightning_module_state_dict()
-
-    def on_validation_start(self) -> None:
-        """Call `before_weights_are_read`."""
-        self.before_weights_are_read()
-        super().on_validation_start()
+        return getattr(self.lightning_module, name)(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` by `call`."""

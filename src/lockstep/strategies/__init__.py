@@ -13,7 +13,6 @@ from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.strategy import PieceStrategy
 
 
 class RunSettings(Protocol):
@@ -46,8 +45,7 @@ class Strategy:
         name: the layout's `strategy` name, which `layout_name` may override.
         shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent.
-        staged: whether each device has a part of the network, and every piece passes all parts.
-        sharded: whether each device keeps only a part of the weights between its passes.
+        weights: what a process has of the weights on several devices; see `Layout`.
         checkpoint: `whole`, or `sharded` if a checkpoint has a folder of the processes' parts beside its file.
 
     Raises:
@@ -56,8 +54,7 @@ class Strategy:
 
     name: str
     compression: str = "none"
-    staged = False
-    sharded = False
+    weights: str = "whole"
     checkpoint: str = "whole"
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
@@ -96,15 +93,15 @@ class Strategy:
         """
         return ()
 
-    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
-        """Return a Lightning strategy for a layout."""
-        raise NotImplementedError
+    def build(self, layout: Layout) -> "GradientSum":
+        """Return the sum of a step's gradients on a layout, with the Lightning strategy that computes its pieces.
 
-    def gradient_sums(self, layout: Layout) -> "tuple[type[GradientSum], type[GradientSum]]":
-        """Return the classes of a layout's gradient sum: up to rounding, and independent of the order."""
-        from lockstep.step.gradients import ExactGradientSum, GradientSum
+        Import torch here: a config is checked without it.
+        """
+        from lockstep.step.gradients import gradient_sum
+        from lockstep.step.strategy import SingleDevice, torch_devices
 
-        return GradientSum, ExactGradientSum
+        return gradient_sum(SingleDevice(device=torch_devices(layout)[0]), layout)
 
 
 class DDP(Strategy):
@@ -173,11 +170,12 @@ class DDP(Strategy):
                 "differ from those of an uninterrupted run"
             )
 
-    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
-        """Return a `DistributedDataParallel` strategy."""
-        from lockstep.strategies.ddp import DistributedDataParallel
+    def build(self, layout: Layout) -> "GradientSum":
+        """Return the sum of a step's gradients, over a process for each device."""
+        from lockstep.step.gradients import gradient_sum
+        from lockstep.strategies.ddp import ProcessPerDevice
 
-        return DistributedDataParallel(self.compression, self.sync_batchnorm)
+        return gradient_sum(ProcessPerDevice(self.compression, self.sync_batchnorm), layout)
 
 
 class Auto(DDP):
@@ -187,13 +185,9 @@ class Auto(DDP):
         """Return `single` for one device, else `ddp`."""
         return "ddp" if devices > 1 else "single"
 
-    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
-        """Return a `SingleDevice` strategy for one device, else that of `DDP`."""
-        if layout.strategy == "ddp":
-            return super().make_lightning_strategy(layout)
-        from lockstep.step.strategy import SingleDevice, torch_devices
-
-        return SingleDevice(device=torch_devices(layout)[0])
+    def build(self, layout: Layout) -> "GradientSum":
+        """Return the sum of a step's gradients, as `DDP` does on several devices."""
+        return super().build(layout) if layout.strategy == "ddp" else Strategy.build(self, layout)
 
 
 class DP(Strategy):
@@ -210,12 +204,13 @@ class DP(Strategy):
         if config.compile:
             yield "compile=true", "strategy=dp", "dp runs the network with copies of its weights; use strategy=ddp"
 
-    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
-        """Return a `DataParallel` strategy."""
+    def build(self, layout: Layout) -> "GradientSum":
+        """Return the sum of a step's gradients, in one process with several devices."""
+        from lockstep.step.gradients import gradient_sum
         from lockstep.step.strategy import torch_devices
-        from lockstep.strategies.dp import DataParallel
+        from lockstep.strategies.dp import SeveralDevices
 
-        return DataParallel(torch_devices(layout))
+        return gradient_sum(SeveralDevices(torch_devices(layout)), layout)
 
 
 class FSDP(Strategy):
@@ -233,7 +228,7 @@ class FSDP(Strategy):
     """
 
     name = "fsdp"
-    sharded = True
+    weights = "sharded"
 
     def __init__(
         self,
@@ -268,20 +263,13 @@ class FSDP(Strategy):
         if self.offload:
             yield "strategy.offload=true: no test has run it on a GPU: compare the first steps with another run"
 
-    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
-        """Return a `FullySharded` strategy for several devices, else a `SingleDevice`."""
-        if layout.strategy == self.name:
-            from lockstep.strategies.fsdp import FullySharded
-
-            return FullySharded(self.reshard, self.offload, self.blocks, self.checkpoint == "sharded")
-        from lockstep.step.strategy import SingleDevice, torch_devices
-
-        return SingleDevice(device=torch_devices(layout)[0])
-
-    def gradient_sums(self, layout: Layout) -> "tuple[type[GradientSum], type[GradientSum]]":
-        """Return the sums of which each process has a part, if there are several."""
+    def build(self, layout: Layout) -> "GradientSum":
+        """Return the sum of a step's gradients, of which each of several processes has a part."""
         if layout.strategy != self.name:
-            return super().gradient_sums(layout)
+            return super().build(layout)
+        from lockstep.step.gradients import gradient_sum
+        from lockstep.strategies.fsdp import FullySharded
         from lockstep.strategies.sharded_sums import ShardedExactGradientSum, ShardedGradientSum
 
-        return ShardedGradientSum, ShardedExactGradientSum
+        strategy = FullySharded(self.reshard, self.offload, self.blocks, self.checkpoint == "sharded")
+        return gradient_sum(strategy, layout, ShardedGradientSum, ShardedExactGradientSum)

@@ -25,7 +25,7 @@ LOG = logging.getLogger("lockstep")
 LOG_INSTEAD = "log a torchmetrics metric (MeanMetric for a mean, CatMetric for all values), or self.log in the step"
 
 
-class DistributedDataParallel(PieceStrategy, DDPStrategy):
+class ProcessPerDevice(PieceStrategy, DDPStrategy):
     """A process per device.
 
     Gradients are views of DDP's buckets, which saves a copy. Buffers are not broadcast, because they are averaged

@@ -24,7 +24,7 @@ from lockstep.step.batch import MicroBatch
 from lockstep.step.strategy import Action, PieceStrategy, proxy, seed_device
 
 
-class DataParallel(PieceStrategy, SingleDeviceStrategy):
+class SeveralDevices(PieceStrategy, SingleDeviceStrategy):
     """One process, several devices.
 
     Args:
@@ -82,7 +82,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         """
         if name != "training_step":
             return super().call(name, *args, **kwargs)
-        module, device = self.substitute or self.lightning_module, self.current_device
+        module, device = self.lightning_module, self.current_device
         copy = self._current > 0  # between logical devices on the CPU `to` would not copy; between CUDA devices it does
         named = dict(module.named_parameters())
         changing = {key: named.pop(key) for key in self.changing_parameters if key in named}

@@ -35,11 +35,12 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.outputs import outputs_of
 from lockstep.step.parameters import OTHER_BACKWARD, refuse_gradient_hooks
-from lockstep.step.passes import Step, outputs_of
+from lockstep.step.step import Step
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
-from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import ProcessPerDevice
 from lockstep.strategies.part_of_weights import UsesParts, guard, guarded, refuse_copy
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
@@ -146,7 +147,7 @@ class ReduceScatter:
         self.strategy.receive(self.parameters, input_tensor, output_tensor, group)
 
 
-class FullySharded(DistributedDataParallel):
+class FullySharded(ProcessPerDevice):
     """A process per device, each with a part of the weights, of the gradients and of the optimizer's state.
 
     Args:
@@ -164,7 +165,7 @@ class FullySharded(DistributedDataParallel):
         bytes_of_sums: bytes of the gradient sum; the gradient sum sets it.
     """
 
-    parted = True
+    weights = "sharded"
     name = "fsdp"
 
     def __init__(
@@ -662,8 +663,7 @@ class FullySharded(DistributedDataParallel):
     def _pass_without_effect(self, step_batch: StepBatch) -> None:
         """Run the passes of a piece whose gradient and numbers do not count, since other processes run theirs."""
         trainer = self.lightning_module.trainer
-        passes = trainer.fit_loop.epoch_loop.passes
-        step = Step(passes, step_batch)
+        step = trainer.fit_loop.epoch_loop.passes.new_step(step_batch)
         gradients = [(parameter, parameter.grad) for parameter in self._replicated]
         for parameter in self._replicated:
             parameter.grad = None
@@ -672,7 +672,7 @@ class FullySharded(DistributedDataParallel):
             with without_traces(self.lightning_module, trainer), torch.enable_grad():
                 micro_batch = self._any_micro_batch(step)
                 with self.micro_batch(micro_batch, 0):
-                    loss, _ = outputs_of(passes.forward(step.prepared(micro_batch), micro_batch))
+                    loss, _ = outputs_of(step.forward_pass(step.prepared(micro_batch), micro_batch))
                 with self.backward_pass():
                     loss.backward()
             self._check_calls()

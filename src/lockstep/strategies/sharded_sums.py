@@ -16,7 +16,6 @@ from torch import Tensor
 from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, _largest
 from lockstep.step.batch import StepBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum, trained_parameters
-from lockstep.step.passes import Step
 from lockstep.strategies.fsdp import FullySharded
 from lockstep.strategies.sharded_parameters import ShardedParameter
 
@@ -146,8 +145,8 @@ class ShardedGradientSum(GradientSum):
 
     strategy: Any
 
-    def __init__(self, strategy: FullySharded, world_size: int, check_messages: bool = False) -> None:
-        super().__init__(strategy, world_size, check_messages)
+    def __init__(self, strategy: FullySharded, world_size: int) -> None:
+        super().__init__(strategy, world_size)
         strategy.receive = self.receive
 
     def receive(self, parameters: Sequence[ShardedParameter], whole: Tensor, part: Tensor, group: Any) -> None:
@@ -169,15 +168,15 @@ class ShardedGradientSum(GradientSum):
         """Start the sum of the gradients of whole parameters."""
         return super().start(step_batch) if self.parameters() else StartedSum([], lambda: ([], []))
 
-    def reduce(self, step: Step) -> Step | None:
+    def reduce(self, step_batch: StepBatch) -> None:
         """Sum the gradients of whole parameters, and give the optimizer those of the parts."""
-        due, scale = super().reduce(step), self.scale(step.batch)
+        super().reduce(step_batch)
+        scale = self.scale(step_batch)
         for parameter in self.strategy.sharded.values():
             if (gradient := parameter.tensor.grad) is not None:
                 part = gradient.to_local()
                 self.strategy.set_gradient(parameter, part if scale == 1 else part * scale)
         self.strategy.give_gradients()
-        return due
 
 
 class ShardedExactGradientSum(ExactGradientSum):
@@ -185,8 +184,8 @@ class ShardedExactGradientSum(ExactGradientSum):
 
     strategy: Any
 
-    def __init__(self, strategy: FullySharded, world_size: int, check_messages: bool = False) -> None:
-        super().__init__(strategy, world_size, check_messages)
+    def __init__(self, strategy: FullySharded, world_size: int) -> None:
+        super().__init__(strategy, world_size)
         strategy.receive, strategy.exact = self.receive, True
 
     def receive(self, parameters: Sequence[ShardedParameter], whole: Tensor, part: Tensor, group: Any) -> None:

@@ -1,4 +1,4 @@
-"""Private names of torch 2.15: for DistributedDataParallel, the number of collectives, and `fully_shard`.
+"""Private names of torch 2.15: for its DDP, the number of collectives, and `fully_shard`.
 
 They are used in this file only; tests/test_promise_6_nothing_lost.py, tests/step/test_collectives.py and
 tests/strategies/test_fsdp.py fail when they change.

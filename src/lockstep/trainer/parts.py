@@ -21,9 +21,7 @@ from lockstep.guards.first_step import FirstStepCheck
 from lockstep.launch.environment import environment
 from lockstep.lightning.hooks import overrides_method
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import StepHook
-from lockstep.strategies import Strategy
+from lockstep.step.hook import StepHook
 from lockstep.text import is_url
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -45,18 +43,6 @@ REFUSED_CALLBACKS = {
     StochasticWeightAveraging: "takes over the schedule and adds an epoch: use Lightning's EMAWeightAveraging, or "
     "callbacks=ema in a config",
 }
-
-
-def make_gradient_sum(strategy: Strategy, layout: Layout, check_messages: bool = False) -> GradientSum:
-    """Return the sum of a step's gradients on a layout; it contains Lightning's strategy.
-
-    Args:
-        check_messages: whether the processes check what they receive.
-    """
-    # With one piece nothing is added, so an ordinary sum is exact.
-    plain_class, exact_class = strategy.gradient_sums(layout)
-    sum_class = exact_class if layout.exact and layout.pieces > 1 else plain_class
-    return sum_class(strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
 
 
 def step_checks(layout: Layout, nonfinite: str, can_skip: bool = True, compiled: bool = False) -> list[StepHook]:

@@ -45,7 +45,7 @@ from lockstep.lightning.hooks import overrides_method, setup_was_called
 from lockstep.lightning.private_names import last_checkpoints
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import StepHook
+from lockstep.step.hook import StepHook
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import join_names
 from lockstep.trainer.data import (
@@ -76,7 +76,6 @@ from lockstep.trainer.parts import (
     OneOptimizerCheck,
     callbacks_of,
     device_options,
-    make_gradient_sum,
     rank_of_replica,
     refuse_callback,
     refuse_hooks,
@@ -177,7 +176,7 @@ class Trainer(StepTrainer):
             )
             self.seed, self.batch_size, self._checkpoint_io = seed, layout.batch_size, checkpoint_io
             super().__init__(
-                gradients or make_gradient_sum(strategy, layout),  # it contains the strategy
+                gradients or strategy.build(layout),  # it contains the strategy
                 step_checks(layout, nonfinite) if hooks is None else hooks,
                 seed,
                 precision=precision,
@@ -201,7 +200,7 @@ class Trainer(StepTrainer):
         check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
-        self._strategy, self._reads_parts = kind, kind.sharded
+        self._strategy, self._reads_parts = kind, kind.weights == "sharded"
         self.batch_size = batch_size
         hide_harmless_warnings()
         self._join()
@@ -218,6 +217,7 @@ class Trainer(StepTrainer):
             "accumulate_grad_batches": accumulate_grad_batches,
             "exact": exact,
             "shares": kind.shares,
+            "weights": kind.weights,
         }
         layout = self._layout(batch_size)
         precision = PRECISIONS.get(precision, precision)
@@ -253,7 +253,7 @@ class Trainer(StepTrainer):
         self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
         with one_line_errors(ValueError, TypeError):
             super().__init__(
-                gradients or make_gradient_sum(kind, layout),
+                gradients or kind.build(layout),
                 step_checks(layout, nonfinite) if hooks is None else hooks,
                 seed,
                 precision=precision,

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from lockstep.config.check import Config
-    from lockstep.step.passes import StepHook
+    from lockstep.step.gradients import GradientSum
+    from lockstep.step.passes import StepPasses
 
 
 class Audit(Extra):
@@ -23,13 +24,12 @@ class Audit(Extra):
     """
 
     changes_weights = False
-    checks_messages = True
 
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share={share:g}: must be above 0 and at most 1")
         self.share = share
-        self._hook: Any = None
+        self._auditor: Any = None
 
     @property
     def setting(self) -> str:
@@ -38,29 +38,39 @@ class Audit(Extra):
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         if not config.layout.exact:
             yield "exact=false", "the bits of two devices would differ; exact=true"
-        if config.layout.staged:
+        if config.layout.weights == "staged":
             yield (
                 f"strategy={config.layout.strategy}",
                 "every piece passes all devices, so no other device can check it; strategy=ddp",
             )
 
-        if config.strategy.sharded:
+        if config.layout.weights == "sharded":
             yield f"strategy={config.layout.strategy}", "no device has the whole gradient of a piece; strategy=ddp"
 
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.num_devices == 1:
             yield "audit: the only device checks itself, so a permanent fault is not detected"
 
-    def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep_extras.audit.hook import AuditHook
+    def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
+        from lockstep.arithmetic.exact_sum import CheckedSum
 
-        self._hook = AuditHook(self.share, parts.config.seed, parts.config.layout)
-        return [self._hook]
+        if gradients.world_size > 1:
+            gradients.exact_sum = CheckedSum
+        return gradients
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep_extras.audit.hook import LogAuditCount
+        from lockstep_extras.audit.auditor import Auditor, LogAuditCount
 
-        return [LogAuditCount(self._hook)]
+        self._auditor = Auditor(self.share, parts.config.seed, parts.config.layout)
+        return [LogAuditCount(self._auditor)]
+
+    def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        from lockstep.step.strategy import proxy
+        from lockstep_extras.audit.auditor import AuditedPasses
+
+        audited: AuditedPasses = proxy(passes, AuditedPasses)
+        audited.audit = self._auditor
+        return audited
 
     def metrics(self) -> Mapping[str, float]:
-        return {"audit/pieces": self._hook.checked_pieces}
+        return {"audit/pieces": self._auditor.checked_pieces}

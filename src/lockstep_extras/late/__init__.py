@@ -5,7 +5,7 @@ step alone determines which weights a gradient is applied to, so a run is repeat
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.config.extras import Extra, RunParts
 from lockstep.text import plural
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.passes import StepHook
+    from lockstep.step.passes import StepPasses
 
 
 class Late(Extra):
@@ -31,7 +31,6 @@ class Late(Extra):
         if steps < 1:
             raise ValueError(f"steps={steps}: must be 1 or more")
         self.steps = steps
-        self._sum: Any = None
 
     @property
     def setting(self) -> str:
@@ -39,9 +38,9 @@ class Late(Extra):
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
-        if layout.staged:
+        if layout.weights == "staged":
             yield f"strategy={layout.strategy}", "its stages sum no gradients over devices; leave late out"
-        if config.strategy.sharded:
+        if config.layout.weights == "sharded":
             yield f"strategy={layout.strategy}", "a device has no whole gradient that could wait; strategy=ddp"
         if config.strategy.compression != "none":
             yield (
@@ -66,17 +65,17 @@ class Late(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep_extras.late.sum import LateSum
+        from lockstep_extras.late.sum import late_sum
 
-        self._sum = LateSum(gradients, self.steps)
-        return self._sum
+        return late_sum(gradients, self.steps)
 
-    def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep_extras.late.sum import LateSteps
+    def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        from lockstep.step.strategy import proxy
+        from lockstep_extras.late.sum import LatePasses
 
-        return [LateSteps(self._sum)]
+        return proxy(passes, LatePasses)
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
         from lockstep_extras.late.sum import ApplyRemaining
 
-        return [ApplyRemaining(self._sum)]
+        return [ApplyRemaining()]

@@ -4,15 +4,16 @@ Stich, Local SGD converges fast and communicates little, 2019.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.extras import Extra, RunParts
 from lockstep.text import plural
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.passes import StepHook
 
 
 class LocalSgd(Extra):
@@ -29,6 +30,7 @@ class LocalSgd(Extra):
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more")
         self.every = every
+        self._averages: Any = None
 
     @property
     def setting(self) -> str:
@@ -59,11 +61,10 @@ class LocalSgd(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep_extras.local_sgd.average import LocalGradients
+        from lockstep_extras.local_sgd.average import AverageWeights, LocalGradients
 
-        return LocalGradients(gradients.strategy)
+        self._averages = AverageWeights(self.every)
+        return LocalGradients(gradients.strategy, self._averages)
 
-    def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep_extras.local_sgd.average import AverageWeights
-
-        return [AverageWeights(self.every)]
+    def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
+        return [self._averages]

@@ -7,7 +7,7 @@ from lockstep.strategies import Strategy
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Layout
-    from lockstep.step.strategy import PieceStrategy
+    from lockstep.step.gradients import GradientSum
 
 
 class Pipeline(Strategy):
@@ -18,7 +18,7 @@ class Pipeline(Strategy):
     """
 
     name = "pipeline"
-    staged = True
+    weights = "staged"
 
     def __init__(self, split: tuple[int | str, ...] | None = None) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class Pipeline(Strategy):
                 "the devices do not share a loss scale; bf16-mixed",
             )
 
-    def make_lightning_strategy(self, layout: "Layout") -> "PieceStrategy":
+    def build(self, layout: "Layout") -> "GradientSum":
+        from lockstep.step.gradients import gradient_sum
         from lockstep_extras.pipeline.strategy import StagedStrategy
 
-        return StagedStrategy(self.split or ())
+        return gradient_sum(StagedStrategy(self.split or ()), layout)

@@ -34,9 +34,12 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import dense
-from lockstep.errors import UserError
-from lockstep.step.batch import MicroBatch
+from lockstep.errors import StepRefused, UserError
+from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.network_parts import contents, parts_of
+from lockstep.step.outputs import Outputs
+from lockstep.step.passes import StepPasses
+from lockstep.step.step import Step
 from lockstep.step.strategy import Action, ClipsByStrategy, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
@@ -63,7 +66,8 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         waited_seconds: time that this process has waited for other stages.
     """
 
-    staged = parted = passes_communicate = True
+    weights = "staged"
+    passes_communicate = True
 
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
         super().__init__()
@@ -82,11 +86,13 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         Strategy.setup(self, trainer)  # that of DDPStrategy would wrap the module for DDP
+        loop: Any = trainer.fit_loop.epoch_loop
+        if not isinstance(loop.passes, StagedPasses):
+            loop.passes = proxy(loop.passes, StagedPasses)
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
-            self.has_last_stage = self.is_global_zero
             self._is_first_stage = self.global_rank == self.world_size - 1
             self.precision_plugin = proxy(self.precision_plugin, ClipsByStrategy)
             vars(self.precision_plugin)["strategy"] = self  # Lightning's class does not declare it
@@ -318,6 +324,44 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the value unchanged: logged values are the same on all ranks."""
         return tensor
+
+
+class StagedPasses(StepPasses):
+    """A method for `proxy`: the steps are those of stages."""
+
+    def new_step(self, step_batch: StepBatch) -> Step:
+        return StagedStep(step_batch, self.trainer, self.gradients, self.seed, *self._passes)
+
+
+class StagedStep(Step):
+    """A step of which this process computes one stage.
+
+    Without the last stage, the first call of `training_step` ends with the stage's output. A second call, before the
+    backward pass and without gradients, gets the network's output and returns the loss.
+    """
+
+    def forward(self, index: int) -> None:
+        if self.trainer.is_global_zero:
+            super().forward(index)
+            return
+        micro_batch = self.batch.micro_batches[index]
+        batch = self.prepared(micro_batch)
+        self._pending[index] = self._training_step(batch, micro_batch)[0], batch
+
+    def backward(self, index: int) -> None:
+        if self.trainer.is_global_zero:
+            super().backward(index)
+            return
+        micro_batch = self.batch.micro_batches[index]
+        sent, batch = self._pending.pop(index)
+        with torch.no_grad():
+            self.record(self._training_step(batch, micro_batch)[1])
+        self.backward_pass(sent, micro_batch)  # it receives a gradient that is weighted already
+
+    def record(self, outputs: Outputs) -> None:
+        if "weight" in outputs:
+            raise StepRefused("training_step returns a weight, which stages can't sum: use another strategy")
+        super().record(outputs)
 
 
 class _StagedForward:

@@ -8,9 +8,10 @@ from lockstep.launch.environment import external_workers
 from lockstep.text import plural
 
 if TYPE_CHECKING:
-    from lockstep.arithmetic.layout import Assignment
+    from lightning.pytorch import Callback
+
     from lockstep.config.check import Config
-    from lockstep.step.passes import StepHook
+    from lockstep.step.passes import StepPasses
 
 
 class Rebalance(Extra):
@@ -26,15 +27,14 @@ class Rebalance(Extra):
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more")
         self.every = every
-        self._assignment: Any = None
-        self._hook: Any = None
+        self._rebalancer: Any = None
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
         # Each is a setting and the reason, some with "; " and a setting to use instead.
-        if layout.staged:
+        if layout.weights == "staged":
             yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
-        if config.strategy.sharded:
+        if config.layout.weights == "sharded":
             yield f"strategy={layout.strategy}", "the devices wait for each other in each pass; strategy=ddp"
         if layout.strategy == "dp":
             yield "strategy=dp", "one process runs all devices, so no device has a time of its own; strategy=ddp"
@@ -59,21 +59,24 @@ class Rebalance(Extra):
         elif not config.layout.exact:
             yield "rebalance: the order of sums depends on times, so two runs differ by rounding; exact=true: same bits"
 
-    def wrap_assignment(self, assignment: "Assignment") -> "Assignment":
-        if assignment.layout.replicas == 1:
-            return assignment
-        from lockstep_extras.rebalance.assignment import MovingAssignment
-
-        self._assignment = MovingAssignment(assignment.layout)
-        return self._assignment
-
-    def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
-        if self._assignment is None:
+    def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
+        if parts.config.layout.replicas == 1:
             return []
-        from lockstep_extras.rebalance.hook import RebalanceHook
+        from lockstep_extras.rebalance.assignment import MovingAssignment
+        from lockstep_extras.rebalance.rebalancer import Rebalancer
 
-        self._hook = RebalanceHook(self.every, self._assignment, parts.rank)
-        return [self._hook]
+        self._rebalancer = Rebalancer(self.every, MovingAssignment(parts.config.layout), parts.rank)
+        return [self._rebalancer]
+
+    def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        if self._rebalancer is None:
+            return passes
+        from lockstep.step.strategy import proxy
+        from lockstep_extras.rebalance.rebalancer import TimedPasses
+
+        timed: TimedPasses = proxy(passes, TimedPasses)
+        timed.times = self._rebalancer
+        return timed
 
     def metrics(self) -> Mapping[str, float]:
-        return {"rebalance/changes": self._hook.changes if self._hook else 0}
+        return {"rebalance/changes": self._rebalancer.changes if self._rebalancer else 0}

@@ -22,9 +22,9 @@ from lockstep.report.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.passes import StepHook
+from lockstep.step.strategy import proxy
 from lockstep.strategies import Auto
-from lockstep_extras.late.sum import LateSteps, LateSum
+from lockstep_extras.late.sum import ApplyRemaining, LatePasses, late_sum
 
 
 def late_by(steps: int) -> tuple[str, str]:
@@ -119,14 +119,16 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     """Take four steps as rank zero of so many: each exchange of sums returns its own."""
     on: dict[str, Any] = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
-    strategy = Auto().make_lightning_strategy(layout)
+    strategy = Auto().build(layout).strategy
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
     gradients: GradientSum = kind(strategy, world_size)
-    hooks: list[StepHook] = [FiniteGradientCheck("stop")]
     if late:
-        gradients = LateSum(gradients, late)
-        hooks.append(LateSteps(gradients))
-    trainer = StepTrainer(gradients, hooks, 3, **options)
+        gradients = late_sum(gradients, late)
+        options["callbacks"] = [ApplyRemaining()]
+    trainer = StepTrainer(gradients, [FiniteGradientCheck("stop")], 3, **options)
+    if late:
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.passes = proxy(loop.passes, LatePasses)
     trainer.fit(module, datamodule=StepData(splits(), layout, seed=3, num_workers=0))
     return trainer
 

@@ -10,7 +10,8 @@ from thread_ranks import Ranks
 
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep_extras.late.sum import LateSteps, LateSum
+from lockstep.step.strategy import proxy
+from lockstep_extras.late.sum import ApplyRemaining, LatePasses, late_sum
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("whole_run")]
 LAYOUTS = [{"world": 2}, {"world": 3}, {"world": 4}, {"world": 2, "strategy": "dp"}, {"world": 3, "strategy": "dp"}]
@@ -19,8 +20,12 @@ LAYOUTS = [{"world": 2}, {"world": 3}, {"world": 4}, {"world": 2, "strategy": "d
 def late_by(steps: int, exact: bool = True) -> dict[str, Any]:
     """Return the options of a fit of six steps, whose last one of an epoch has one sample."""
     kind = ExactGradientSum if exact else GradientSum
-    late = {"sum_of": lambda strategy, world: LateSum(kind(strategy, world), steps)}
-    return {**late, "hooks_of": lambda gradients: [LateSteps(gradients)], "max_epochs": 2, "train": 25, "exact": exact}
+    late: dict[str, Any] = {"sum_of": lambda strategy, world: late_sum(kind(strategy, world), steps)}
+    late |= {
+        "callbacks_for": lambda gradients: [ApplyRemaining()],
+        "passes_of": lambda passes: proxy(passes, LatePasses),
+    }
+    return {**late, "max_epochs": 2, "train": 25, "exact": exact}
 
 
 @pytest.fixture(scope="module")

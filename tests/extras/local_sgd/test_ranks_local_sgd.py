@@ -14,8 +14,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("who
 
 
 def every(steps: int, **options: Any) -> dict[str, Any]:
-    averages = {"sum_of": lambda strategy, world: LocalGradients(strategy), "exact": False, "max_epochs": 2}
-    return averages | {"hooks_of": lambda gradients: [AverageWeights(steps)]} | options
+    kind = options.pop("kind", AverageWeights)
+    averages = {
+        "sum_of": lambda strategy, world: LocalGradients(strategy, kind(steps)),
+        "exact": False,
+        "max_epochs": 2,
+    }
+    return averages | {"callbacks_for": lambda gradients: [gradients.strategy.averages]} | options
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -39,8 +44,8 @@ def test_weights_are_averaged_before_they_are_validated(ranks: Ranks) -> None:
     assert same_bits(first.state, *(each.state for each in others))
 
     class Forgets(AverageWeights):
-        def before_weights_are_read(self) -> None:
+        def average(self, module: Any) -> None:
             """Do nothing."""
 
     with pytest.raises(Diverged):
-        fits(ranks, net, 3, **every(9, **options, hooks_of=lambda gradients: [Forgets(9)]))
+        fits(ranks, net, 3, **every(9, **options, kind=Forgets))

@@ -143,7 +143,7 @@ def test_the_user_defines_where_stages_begin() -> None:
 def test_all_pieces_pass_all_stages() -> None:
     layout = resolve(
         strategy="pipeline",
-        staged=True,
+        weights="staged",
         accelerator="cpu",
         devices=2,
         num_nodes=2,

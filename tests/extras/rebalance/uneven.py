@@ -27,7 +27,7 @@ class TooEarly(pl.Callback):
     """Lets changes take effect at the next step, although loader processes have fetched it."""
 
     def setup(self, trainer, pl_module, stage):
-        from lockstep_extras.rebalance import hook
+        from lockstep_extras.rebalance import rebalancer as hook
 
         hook.fetched_ahead = lambda trainer: 0
 

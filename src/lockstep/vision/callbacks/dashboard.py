@@ -75,7 +75,7 @@ class Dashboard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         strategy: Any = trainer.strategy
-        takes_part = trainer.is_global_zero or strategy.parted
+        takes_part = trainer.is_global_zero or strategy.weights != "whole"
         if takes_part and trainer.loggers and self._meter.due(trainer, trainer.global_step + 1):
             norm = strategy.gradient_norm(list(pl_module.parameters()))
             self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 
-from lockstep.step.batch import MicroBatch
-from lockstep.step.passes import Step, StepHook
+from lockstep.step.passes import StepPasses
+from lockstep.step.step import Step
 from lockstep_extras.rebalance.assignment import MovingAssignment
 from lockstep_extras.rebalance.choice import better_counts, slowest_time
 
@@ -20,11 +21,27 @@ LOG = logging.getLogger("lockstep")
 MOST_RANKS = 8  # a line of the log lists the pieces of at most so many ranks
 
 
-class RebalanceHook(StepHook):
-    """Compares the ranks' times every few steps and moves pieces. All ranks make the same decisions.
+class TimedPasses(StepPasses):
+    """Methods for `proxy`: passes whose time is measured.
 
     A rank's time runs from the start of a step's passes to the last gradient of its last backward pass, so it contains
     no wait for other ranks. With exact=true it also contains the time of adding up this rank's gradients.
+    """
+
+    times: "Rebalancer"
+
+    def compute(self, step: Step) -> None:
+        self.times.begin(step)
+        super().compute(step)
+        self.times.end(step)
+
+    def backward(self, step: Step, index: int) -> None:
+        super().backward(step, index)
+        self.times.pieces_left -= 1
+
+
+class Rebalancer(Callback):
+    """Compares the ranks' times every few steps and moves pieces. All ranks make the same decisions.
 
     Args:
         every: steps between comparisons.
@@ -33,18 +50,24 @@ class RebalanceHook(StepHook):
 
     Attributes:
         changes: number of changes since this process began.
+        pieces_left: pieces of the step whose backward pass this rank has not run.
     """
 
     def __init__(self, every: int, assignment: MovingAssignment, rank: int) -> None:
         self.every, self.assignment, self.rank = every, assignment, rank
         self.changes = 0
         self._clock = CudaClock() if assignment.layout.accelerator == "gpu" else HostClock()
-        self._pieces_left = 0  # in this step
+        self.pieces_left = 0
         self._parameters: list[torch.nn.Parameter] = []
         self._watched: set[int] = set()  # ids of the parameters that stop the clock
         self._logged = -math.inf  # step of the loggers' last point; -inf: the next comparison adds one in any case
 
-    def before_step(self, step: Step) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let the loaders read which pieces this rank computes in each step from the assignment."""
+        if stage == "fit":
+            trainer.datamodule.assignment = self.assignment
+
+    def begin(self, step: Step) -> None:
         """Start the clock.
 
         Raises:
@@ -52,23 +75,21 @@ class RebalanceHook(StepHook):
         """
         if self._is_full(step):
             check_loaded(step, self.assignment, self.rank)
-        if not step.passes.gradients.exact:
+        if not step.gradients.exact:
             self._watch_parameters(step)
-        self._pieces_left = len(step.batch.micro_batches)
+        self.pieces_left = len(step.batch.micro_batches)
         self._clock.start()
 
-    def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
-        self._pieces_left -= 1
-
-    def after_passes(self, step: Step) -> None:
-        if step.passes.gradients.exact:
+    def end(self, step: Step) -> None:
+        """Record the time of the passes."""
+        if step.gradients.exact:
             self._clock.stop()
         if self._is_full(step):
             self._clock.record(len(step.batch.micro_batches))
 
-    def after_optimizer_step(self, step: Step) -> None:
-        if (step.number + 1) % self.every == 0:
-            self._compare(step)
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            self._compare(trainer, trainer.global_step - 1)
 
     def _is_full(self, step: Step) -> bool:
         """Check that this is not a short last step, whose pieces are smaller."""
@@ -86,35 +107,36 @@ class RebalanceHook(StepHook):
                 parameter.register_post_accumulate_grad_hook(self._stop_clock)
 
     def _stop_clock(self, parameter: Any) -> None:
-        if self._pieces_left == 1:
+        if self.pieces_left == 1:
             self._clock.stop()
 
-    def _compare(self, step: Step) -> None:
+    def _compare(self, trainer: Any, step: int) -> None:
         """Gather the times of all ranks, and change the assignment of pieces if that saves enough."""
         times = self._clock.times()
         times = times[len(times) // 2 :]  # a change of speed shows sooner in the later half
         mean = fmean(times) if times else math.nan
         noise = stdev(times) / len(times) ** 0.5 / mean if len(times) > 1 else 0.0
-        mine = torch.tensor([mean, noise, fetched_ahead(step.trainer)], dtype=torch.float64)
+        mine = torch.tensor([mean, noise, fetched_ahead(trainer)], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         seconds, noises, ahead = torch.stack(rows).T.tolist()
-        if any(map(math.isnan, seconds)) or self.assignment.changes_after(step.number):
+        if any(map(math.isnan, seconds)) or self.assignment.changes_after(step):
             return
-        counts = self.assignment.layout_at(step.number).counts
+        counts = self.assignment.layout_at(step).counts
         new_counts = better_counts(counts, seconds, max(noises))
         if new_counts:
-            first = step.number + 1 + int(max(ahead))
-            self.assignment.change(first, step.number, new_counts)
+            first = step + 1 + int(max(ahead))
+            self.assignment.change(first, step, new_counts)
             self.changes += 1
-            if step.trainer.is_global_zero:
+            if trainer.is_global_zero:
                 LOG.info(change_line(first + 1, counts, new_counts, seconds))
-        if step.trainer.is_global_zero:
-            self._log_metrics(step, counts, seconds, changed=bool(new_counts))
+        if trainer.is_global_zero:
+            self._log_metrics(trainer, step + 1, counts, seconds, changed=bool(new_counts))
 
-    def _log_metrics(self, step: Step, counts: Sequence[int], seconds: Sequence[float], changed: bool) -> None:
+    def _log_metrics(
+        self, trainer: Any, number: int, counts: Sequence[int], seconds: Sequence[float], changed: bool
+    ) -> None:
         """Send each rank's pieces and idle share to the loggers: before and after a change, and every `log_every`."""
-        trainer, number = step.trainer, step.number + 1
         if not changed and number < self._logged + trainer.log_every_n_steps:
             return
         self._logged = -math.inf if changed else number

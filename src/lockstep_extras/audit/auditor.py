@@ -6,14 +6,12 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
-from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
@@ -23,8 +21,10 @@ from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.gradients import Gradients, trained_parameters
-from lockstep.step.passes import Step, StepHook
-from lockstep.step.strategy import proxy
+from lockstep.step.outputs import Outputs
+from lockstep.step.passes import StepPasses
+from lockstep.step.step import Step
+from lockstep.step.trial import without_traces
 from lockstep.text import join_names, plural
 from lockstep_extras.audit.choice import Choice, choose_piece, verdict
 
@@ -43,11 +43,33 @@ class WrongGradient(WorkerFailed):
     """
 
 
-class AuditHook(StepHook):
-    """Chooses pieces, computes them again, and compares the results. All ranks make the same decisions.
+class AuditedPasses(StepPasses):
+    """Methods for `proxy`: passes that choose pieces, compute them again, and compare. All ranks decide the same.
 
     The owner is the device that computes a piece in the step. The auditor is the device that computes it again. If
     their results differ, all devices of the `Choice` compute the piece once more: owner, auditor and perhaps a third.
+    """
+
+    audit: "Auditor"
+
+    def run(self, step: Step) -> Outputs:
+        try:
+            return super().run(step)
+        except CorruptMessage as error:
+            raise diagnose_links(error, step.number, step.strategy.root_device) from None
+
+    def compute(self, step: Step) -> None:
+        self.audit.choose(step)
+        super().compute(step)
+        self.audit.compare(step)
+
+    def backward(self, step: Step, index: int) -> None:
+        super().backward(step, index)
+        self.audit.after_piece(step, step.batch.micro_batches[index])
+
+
+class Auditor:
+    """Chooses pieces, computes them again, and compares the results; see `AuditedPasses`.
 
     Args:
         share: `extras.audit.share`, the fraction of steps in which one piece is computed again. (It has nothing to do
@@ -72,7 +94,7 @@ class AuditHook(StepHook):
         # With ddp, several replicas (processes with a whole network) have a device each. With dp, one process has all.
         self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
-    def before_step(self, step: Step) -> None:
+    def choose(self, step: Step) -> None:
         """Choose the piece that is computed again, and copy the buffers if there is one."""
         order = step.data.order
         sizes = order.piece_sizes(order.position(step.number)[1])
@@ -82,10 +104,11 @@ class AuditHook(StepHook):
         self._start_buffers = copy_buffers(step.module) if self.choice else []
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
+        """Record the owner's result: the parameters have the gradient of the piece."""
         if self.choice and self.choice.piece == micro_batch.piece:
             self._owner_digests = digests([parameter.grad for parameter in trained_parameters(step.module)])
 
-    def after_passes(self, step: Step) -> None:
+    def compare(self, step: Step) -> None:
         """Compute the chosen piece again and compare the two results, before the gradient is summed.
 
         Raises:
@@ -119,16 +142,6 @@ class AuditHook(StepHook):
         text += f"; the step was not applied, and checkpoints up to step {good_step} are good"
         raise WrongGradient(text, suspects=tuple(wrong), last_good_step=good_step)
 
-    def on_error(self, step: Step, error: Exception) -> None:
-        """Find the rank that damaged a message.
-
-        Raises:
-            WrongGradient: The messages of this step were damaged. The error names the rank if it was found.
-            CorruptMessage: Only some ranks got damaged messages. It is `error` itself.
-        """
-        if isinstance(error, CorruptMessage):
-            raise diagnose_links(error, step.number, step.strategy.root_device) from None
-
     def _compute_again(self, step: Step, piece: int, device: int) -> Gradients:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
         with restoring_module(step, self._start_buffers):
@@ -145,65 +158,31 @@ class AuditHook(StepHook):
 class LogAuditCount(Callback):
     """Logs at the end of a run how many pieces were computed again."""
 
-    def __init__(self, hook: AuditHook) -> None:
-        self.hook = hook
+    def __init__(self, audit: Auditor) -> None:
+        self.audit = audit
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if count := self.hook.checked_pieces:
+        if count := self.audit.checked_pieces:
             LOG.info(f"audit: {plural(count, 'piece')} computed again, all with the same bits")
         else:
             LOG.info("audit: no piece was computed again")
-
-
-class Muted:
-    """Methods for `proxy`: `proxy(module, Muted)` has the module's attributes, and these methods in place of its own.
-
-    They log nothing, since the first computation of the piece has logged already.
-    """
-
-    def log(self, *args: Any, **kwargs: Any) -> None: ...
-
-    log_dict = log
 
 
 @contextmanager
 def restoring_module(step: Step, start_buffers: SavedBuffers) -> Iterator[None]:
     """Set the module's buffers to `start_buffers` and its gradients to None for the body of a `with` statement.
 
-    Afterwards buffers, gradients and random state are as before. In the body, the module logs nothing, and its metrics
-    are copies.
+    Afterwards all is as before. In the body, the module logs nothing.
     """
-    module, strategy = step.module, step.strategy
-    gradients, buffers, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
-    strategy.substitute = muted(module)
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            restore_buffers(start_buffers)
-            step.passes.buffers.restore_parameters()  # the end of the step sets them
-            for parameter in module.parameters():
-                parameter.grad = None
-            yield
-    finally:
-        strategy.substitute = None
-    restore_buffers(buffers)
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+    gradients = [parameter.grad for parameter in step.module.parameters()]
+    with without_traces(step.module, step.trainer):
+        restore_buffers(start_buffers)
+        step.buffers.restore_parameters()  # the end of the step sets them
+        for parameter in step.module.parameters():
+            parameter.grad = None
+        yield
+    for parameter, gradient in zip(step.module.parameters(), gradients, strict=True):
         parameter.grad = gradient
-
-
-def muted(module: Any) -> Any:
-    """Return a proxy of a module that logs nothing.
-
-    Setting its attributes, and changing its lists, dicts and metrics, does not change the module.
-    """
-    muted_proxy = proxy(module, Muted)
-    attributes = {
-        name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()
-    }
-    for name, child in module.named_children():
-        if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
-            attributes["_modules"][name] = deepcopy(child)
-    object.__setattr__(muted_proxy, "__dict__", attributes)
-    return muted_proxy
 
 
 def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
