@@ -8,6 +8,8 @@ Most other buffers never change, so they are neither copied nor summed. A buffer
 has changed if the tensor is another object or has another version; in the first steps its content is compared as well,
 because `.data` hides a change from the version.
 
+A buffer that appears in a forward pass, or changes its shape or dtype there, is reported by its name.
+
 The rule holds for parameters without a gradient, too: `training_step` may change them, as a teacher follows the weights
 that are trained. They are many and large, and seldom change. So copies of them exist only in the first steps of a run
 and in the first and last step of an epoch, unless they change. One that begins to change later is reported.
@@ -37,12 +39,17 @@ COMPARED_STEPS = 3  # steps in which the content of all buffers is compared
 LEAST = torch.iinfo(torch.int64).min
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 DIFFERS = "differs between a step's pieces and has no mean"
-CHANGES_FORM = "has different shapes or dtypes after a step's pieces"
+CHANGES_FORM = "changes its shape or dtype in training_step"
+APPEARS = "appears in training_step"
 CHANGES_IN_BACKWARD = "changes in the backward pass"
 DIFFERS_BEFORE = "differs between the ranks before a step"
 REMEDY = "change it alike in every piece, or between the steps, alike on all ranks"
 BEGINS_LATE = "begins to change inside training_step in the middle of an epoch"
-REMEDY_OF_LATE = "change it from the first step of a run or of an epoch on, or between the steps, in on_train_batch_end"
+REMEDIES = {
+    APPEARS: "register it in __init__, with its shape and dtype",
+    CHANGES_FORM: "keep the shape and dtype that it has in __init__",
+    BEGINS_LATE: "change it from the first step of a run or an epoch on, or between the steps, in on_train_batch_end",
+}
 
 
 @dataclass(eq=False)
@@ -54,11 +61,10 @@ class Buffer:
         name: its name in the layer.
         path: its name in the module.
         computed_here: whether this process computes its value; with stages, one process computes each layer.
-        tensor: the tensor; None: the layer has the name without a tensor, or not yet.
+        tensor: the tensor; None: the layer has the name without a tensor.
         start: a copy of it.
         version: its version counter.
         scratch: another copy, for `StepBuffers.before_backward`.
-        registered: whether the layer had the name at the step's begin.
         is_parameter: whether it is a parameter.
         pointer: the address of a parameter's content, which `p.data = ...` changes.
     """
@@ -71,9 +77,12 @@ class Buffer:
     start: Tensor | None = None
     version: int = -1
     scratch: Tensor | None = None
-    registered: bool = True
     is_parameter: bool = False
     pointer: int = 0
+
+    def __str__(self) -> str:
+        kind = "parameter" if self.is_parameter else "buffer"
+        return f"{kind} {self.path} of {type(self.layer).__name__}"
 
     @property
     def table(self) -> dict[str, Any]:
@@ -87,7 +96,7 @@ class Buffer:
 
     def save(self, copy: bool = True) -> None:
         """Make the present tensor that of the step's begin, and copy its content."""
-        self.tensor, self.registered = self.now, True
+        self.tensor = self.now
         self.start = None if self.tensor is None or not copy else self.tensor.detach().clone()
         self.version = _version(self.tensor)
         if self.is_parameter and self.tensor is not None:
@@ -112,28 +121,29 @@ class Buffer:
 
     def restore(self) -> None:
         """Give the layer the tensor and the content of the step's begin."""
-        if self.registered:
-            _restore(self.table, self.name, self.tensor, self.start)
-        else:
-            self.table.pop(self.name, None)
+        _restore(self.table, self.name, self.tensor, self.start)
+
+    def wrong_form(self) -> str:
+        """Return what is wrong with the shape or dtype that the buffer has now; empty: nothing."""
+        if self.start is None:
+            return APPEARS * (self.now is not None)
+        return CHANGES_FORM * (self.now is None or _kind(self.now) != _kind(self.start))
 
     def value(self) -> Tensor | None:
-        """Return a copy of the present value, in the dtype of the step's begin if both are numbers of one kind."""
-        if (now := self.now) is None:
+        """Return a copy of the present value, in the dtype of the step's begin; None if it has another form."""
+        if self.now is None or self.start is None or self.wrong_form():
             return None
-        same = self.start is not None and _kind(now) == _kind(self.start)
-        return now.detach().to(self.start.dtype if same and self.start is not None else now.dtype, copy=True)
+        return self.now.detach().to(self.start.dtype, copy=True)
 
     def set(self, value: Tensor, new_object: bool) -> None:
         """Set the buffer to a value. Keep the tensor of the step's begin where that is possible.
 
         Optimizers, averages of the weights and DDP may have references to it.
         """
-        tensor = self.tensor
-        if tensor is None or new_object or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        if self.tensor is None or new_object:
             self.table[self.name] = nn.Parameter(value.clone(), False) if self.is_parameter else value.clone()
         else:
-            _restore(self.table, self.name, tensor, value)
+            _restore(self.table, self.name, self.tensor, value)
 
 
 class Reduction:
@@ -302,40 +312,6 @@ class Agreement(Reduction):
         return dict(zip(self.like, values, strict=True)), torch.zeros(len(values), dtype=torch.bool, device=self.device)
 
 
-@dataclass(eq=False)
-class Change:
-    """The change of a buffer in a step, by one process; for a buffer that did not take part in the step's reduction.
-
-    Attributes:
-        layer: name of its layer in the module.
-        name: its name in the layer.
-        persistent: whether checkpoints have it.
-        forms: the shapes and dtypes that it has after the process's pieces.
-        pieces: after how many of these pieces it has a tensor.
-    """
-
-    layer: str
-    name: str
-    persistent: bool
-    forms: set[tuple[torch.Size, torch.dtype]]
-    pieces: int
-
-
-@dataclass(eq=False)
-class Report:
-    """What a process sends to all others in a step in which a buffer changes that took no part so far.
-
-    Attributes:
-        pieces: number of pieces that the process has computed.
-        changes: the changes by buffer.
-        problems: for each buffer that can't follow the rule, what it does.
-    """
-
-    pieces: int
-    changes: dict[str, Change]
-    problems: dict[str, str]
-
-
 class StepBuffers:
     """Give all buffers of the module one value after each step; see the top of this file.
 
@@ -369,7 +345,8 @@ class StepBuffers:
         self._steps_to_compare = COMPARED_STEPS  # steps left in which contents are compared
         self._pieces = 0  # of this process in this step
         self._changes: dict[str, list[Tensor | None]] = {}  # values after each piece of buffers not in `averaged`
-        self._problems: dict[str, str] = {}
+        # of buffers that can't follow the rule: what they are, in words, and what they do
+        self._problems: dict[str, tuple[str, str]] = {}
         self._noticed: set[str] = set()
         self._find()
         self.averaged = {path: each for path, each in self.buffers.items() if path in self._exponents}
@@ -442,19 +419,16 @@ class StepBuffers:
             compares = self._compares_parameters if buffer.is_parameter else self._steps_to_compare
             if not buffer.was_touched() and not (compares and buffer.has_other_content()):
                 continue
-            if not buffer.is_parameter or self._steps_to_compare or self._begins_epoch:
-                self._changes[path] = [buffer.start] * self._pieces
+            if buffer.is_parameter and not self._steps_to_compare and not self._begins_epoch:
+                self._refuse(buffer, BEGINS_LATE)
+            elif wrong := buffer.wrong_form():
+                self._refuse(buffer, wrong)
             else:
-                self._problems[path] = BEGINS_LATE
-        if self._steps_to_compare:
-            for buffer in self._find(parameters=False):  # registered by this micro-batch
-                buffer.tensor, buffer.start, buffer.version, buffer.registered = None, None, -1, False
-                if buffer.computed_here and buffer.now is not None:
-                    self._changes[buffer.path] = [None] * self._pieces
-                else:
-                    del self.buffers[buffer.path]
+                self._changes[path] = [buffer.start] * self._pieces
+        for buffer in self._find(parameters=False) if self._steps_to_compare else ():  # registered by this micro-batch
+            self._refuse(buffer, APPEARS)
         for path, values in self._changes.items():
-            value = self.buffers[path].value()
+            value = self._value(self.buffers[path])
             if values and value is not None and values[-1] is not None and _same_bits(value, values[-1]):
                 value = values[-1]  # one copy is enough
             values.append(value)
@@ -463,14 +437,17 @@ class StepBuffers:
         self._pieces += 1
 
     def _value(self, buffer: Buffer) -> Tensor | None:
-        """Return the value after a micro-batch of one of `averaged`."""
+        """Return the value after a micro-batch of a buffer that changes."""
         if not buffer.computed_here:
             return None
-        value = buffer.value()
-        if value is None or buffer.start is None or _form(value) != _form(buffer.start):
-            self._problems[buffer.path] = CHANGES_FORM
+        if wrong := buffer.wrong_form():
+            self._refuse(buffer, wrong)
             return buffer.start
-        return value
+        return buffer.value()
+
+    def _refuse(self, buffer: Buffer, what: str) -> None:
+        """Note that a buffer can't follow the rule, and what it does."""
+        self._problems[buffer.path] = str(buffer), what
 
     def before_backward(self) -> None:
         """Give the layers copies of the buffers before the step, for what activation checkpointing computes again.
@@ -479,21 +456,19 @@ class StepBuffers:
         themselves, so they are left as they are. So are parameters: `training_step` changes them, and no layer does.
         """
         for buffer in self._changing():
-            if buffer.is_parameter:
+            if buffer.is_parameter or (start := buffer.start) is None:
                 continue
-            if (start := buffer.start) is not None:
-                if buffer.scratch is None or _form(buffer.scratch) != _form(start):
-                    buffer.scratch = torch.empty_like(start)
-                buffer.scratch.data.copy_(start)
-            if buffer.registered:
-                buffer.layer._buffers[buffer.name] = None if start is None else buffer.scratch
+            if buffer.scratch is None or _form(buffer.scratch) != _form(start):
+                buffer.scratch = torch.empty_like(start)
+            buffer.scratch.data.copy_(start)
+            buffer.layer._buffers[buffer.name] = buffer.scratch
 
     def after_backward(self) -> None:
         """Note the buffers that change in a backward pass only. They have no value after a forward pass."""
         changing = {*self.averaged, *self._changes, *self._problems}
         for path, buffer in self.buffers.items():
             if path not in changing and buffer.computed_here and buffer.was_touched():
-                self._problems[path] = CHANGES_IN_BACKWARD
+                self._refuse(buffer, CHANGES_IN_BACKWARD)
 
     def finish(self, step_batch: StepBatch) -> None:
         """Set the buffers to their values after the step. Every process calls this.
@@ -505,12 +480,7 @@ class StepBuffers:
         if not self.buffers and not self._left_out and not self._steps_to_compare:
             return
         results: dict[str, Tensor] = {}
-        if self._gathers():
-            reports = self._gather()
-        else:
-            for path, what in [*self._problems.items()]:
-                self._leave_out(path, what)
-            reports = []
+        changed, problems = self._gather() if self._gathers() else ([], self._problems)
         for reduction in self._reductions.values():
             values, differs = reduction.result(step_batch.num_nonempty, self._communicates)
             results |= values
@@ -519,21 +489,15 @@ class StepBuffers:
             reduction.differed = differs if reduction.differed is None else reduction.differed | differs
             if self.exact or self._steps_to_compare or differs.device.type == "cpu":  # else the host would wait
                 self._read_integers()
-        problems = {path: what for report in reports for path, what in report.problems.items()}
-        joining: dict[str, Buffer] = {}
-        for path in sorted({path for report in reports for path in report.changes}):
-            buffer = self._buffer_of(path, reports)
-            value = self._reduce_change(buffer, reports, step_batch.step)
-            if value is None:
-                problems[path] = CHANGES_FORM
-                continue
-            results[path] = value
-            if buffer.start is not None and _form(value) == _form(buffer.start):
-                joining[path] = buffer
+        joining = {path: self.buffers[path] for path in changed}
+        results |= self._reduce_changes(joining, step_batch)
         self._set(results)
         self.averaged |= joining
-        for path, what in problems.items():
-            self._leave_out(path, what)
+        for path, (name, what) in problems.items():
+            self._report(name, what)
+            self._left_out.add(path)  # and to each process
+            self.buffers.pop(path, None)
+            self.averaged.pop(path, None)
         self._steps_to_compare = max(self._steps_to_compare - 1, 0)
         self._begins_epoch = False
         if self._compares_parameters:
@@ -548,7 +512,7 @@ class StepBuffers:
         others = gather_objects(mine)
         for at, path in enumerate(paths):
             if any(sums[at] != mine[at] for sums in others):
-                self._report(path, DIFFERS_BEFORE)
+                self._report(str(self.averaged[path]), DIFFERS_BEFORE)
 
     def restore_parameters(self) -> None:
         """Set the parameters without a gradient that change in this step to their values before it."""
@@ -565,55 +529,30 @@ class StepBuffers:
             return True
         return any(not buffer.is_parameter for buffer in self.buffers.values())
 
-    def _gather(self) -> list[Report]:
-        """Return the reports of all processes; none, if no process has something to report."""
-        report = Report(self._pieces, {}, self._problems)
-        for path, values in self._changes.items():
-            buffer, present = self.buffers[path], [value for value in values if value is not None]
-            persistent = buffer.name not in buffer.layer._non_persistent_buffers_set
-            layer, forms = path.rpartition(".")[0], set(map(_form, present))
-            report.changes[path] = Change(layer, buffer.name, persistent, forms, len(present))
-        if not self._any_process(bool(report.changes or report.problems)):
-            return []
-        return gather_objects(report) if self._communicates else [report]
+    def _gather(self) -> tuple[list[str], dict[str, tuple[str, str]]]:
+        """Return the buffers that have begun to change, and those that can't follow the rule, on any process."""
+        mine = self._changes.keys() - self._problems.keys(), self._problems
+        if not self._any_process(any(map(bool, mine))):
+            return [], {}
+        reports = gather_objects((set(mine[0]), mine[1])) if self._communicates else [mine]
+        problems = {path: problem for _, refused in reports for path, problem in refused.items()}
+        return sorted({path for changes, _ in reports for path in changes} - problems.keys()), problems
 
-    def _buffer_of(self, path: str, reports: Sequence[Report]) -> Buffer:
-        """Return the buffer that a process has changed, which this one may not have registered yet."""
-        if path not in self.buffers:
-            change = next(report.changes[path] for report in reports if path in report.changes)
-            layer = self.strategy.lightning_module.get_submodule(change.layer)
-            layer.register_buffer(change.name, None, change.persistent)
-            self.buffers[path] = Buffer(layer, change.name, path, self.strategy.holds(layer), registered=False)
-        return self.buffers[path]
-
-    def _reduce_change(self, buffer: Buffer, reports: Sequence[Report], step: int) -> Tensor | None:
-        """Return the value of a buffer that did not take part in the step's reduction; None if it has none."""
-        start, path = buffer.start, buffer.path
-        forms: set[tuple[torch.Size, torch.dtype]] = set()
-        count = 0
-        for report in reports:
-            if path in report.changes:
-                forms |= report.changes[path].forms
-                count += report.changes[path].pieces
-            elif report.pieces and start is not None and self.strategy.weights != "staged":  # none has changed it there
-                forms.add(_form(start))
-                count += report.pieces
-        if len(forms) != 1 or count == 0:
-            return None
-        shape, dtype = forms.pop()
-        like = torch.empty(shape, dtype=dtype, device=self.strategy.root_device if start is None else start.device)
-        kind = Agreement if buffer.is_parameter else Reduction
-        reduction = kind({path: like}, self._exact_sum, {})
-        reduction.begin(step)
-        values = self._changes.get(path, [start] * self._pieces if buffer.computed_here else [])
-        for value in values:
-            if value is not None:
-                reduction.add([value.to(like.device)])
-        result, differs = reduction.result(count, self._communicates)
-        if bool(differs):
-            self._report(path, DIFFERS)
-        self._exponents[path] = reduction.exponents()[path]
-        return result[path]
+    def _reduce_changes(self, buffers: Mapping[str, Buffer], step_batch: StepBatch) -> dict[str, Tensor]:
+        """Return the values of buffers that did not take part in the step's reduction."""
+        results: dict[str, Tensor] = {}
+        for path, buffer in buffers.items():  # one by one: a mean does not depend on which others have changed
+            assert buffer.start is not None
+            reduction = (Agreement if buffer.is_parameter else Reduction)({path: buffer.start}, self._exact_sum, {})
+            reduction.begin(step_batch.step)
+            for value in self._changes.get(path, [buffer.start] * self._pieces if buffer.computed_here else []):
+                reduction.add([value])
+            values, differs = reduction.result(step_batch.num_nonempty, self._communicates)
+            if bool(differs):
+                self._report(str(buffer), DIFFERS)
+            self._exponents |= reduction.exponents()
+            results |= values
+        return results
 
     def _set(self, results: Mapping[str, Tensor]) -> None:
         """Set buffers to their values after the step."""
@@ -685,27 +624,21 @@ class StepBuffers:
             if reduction.differed is not None:
                 differs, reduction.differed = reduction.differed.tolist(), None
                 for path in [path for path, differed in zip(reduction.like, differs, strict=True) if differed]:
-                    self._report(path, DIFFERS)
+                    self._report(str(self.buffers[path]), DIFFERS)
 
-    def _leave_out(self, path: str, what: str) -> None:
-        """Report a buffer that can't follow the rule, and leave it to each process."""
-        self._report(path, what)
-        if (values := self._changes.get(path)) and values[-1] is not None:
-            self.buffers[path].set(values[-1], new_object=False)
-        self._left_out.add(path)
-        self.buffers.pop(path, None)
-        self.averaged.pop(path, None)
+    def _report(self, name: str, what: str) -> None:
+        """Raise an error about a buffer that can't follow the rule, or log it once if the sum is not exact.
 
-    def _report(self, path: str, what: str) -> None:
-        """Raise an error about a buffer that can't follow the rule, or log it once if the sum is not exact."""
-        buffer = self.buffers[path]
-        name = f"{'parameter' if buffer.is_parameter else 'buffer'} {path} of {type(buffer.layer).__name__}"
-        remedy = REMEDY_OF_LATE if what == BEGINS_LATE else REMEDY
+        Args:
+            name: the buffer in words, `str(buffer)`.
+            what: what it does.
+        """
+        remedy = REMEDIES.get(what, REMEDY)
         if self.exact:
             raise UserError(f"exact=true: {name} {what}: {remedy}")
-        if path not in self._noticed and self.strategy.is_global_zero:
+        if name not in self._noticed and self.strategy.is_global_zero:
             LOG.warning(f"{name} {what}, so the run depends on the layout: {remedy}")
-        self._noticed.add(path)
+        self._noticed.add(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exponents from which later sums follow, for a checkpoint. Every process calls this."""
