@@ -68,6 +68,7 @@ CONTROLS = {
 }
 LATE = "gradients a step later"  # one more control, if gradients can be late
 ENGINE = "an engine's workers, 2"
+BROKEN = "breaks a rule, see below"
 
 
 class Different(Exception):
@@ -230,14 +231,15 @@ def compare(
             # a sequential network, and a control may overflow.
             refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
             passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
-            rows.append(Row(kind, *names, str(error), passed))
+            named = any(each.text in str(error) for each in findings)
+            rows.append(Row(kind, *names, BROKEN if named else str(error), passed))
             continue
         default = outcome if kind == "late" else first.get((False, usual), outcome)
         reference = first.get(arithmetic, default)
         row = judge(kind, names, outcome, reference, tolerance)
         findings += outcome.findings
         if any(each.is_refused(exact=True) for each in outcome.findings):
-            row = replace(row, verdict="breaks a rule, see below", passed=False)
+            row = replace(row, verdict=BROKEN, passed=False)
         rows.append(row)
         first.setdefault(arithmetic, outcome)
         if kind == "yardstick":
