@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,13 @@ def test_no_run_continues_from_what_no_run_has_saved(tmp_path: Path) -> None:
         CheckpointError, match=r"last.ckpt: no lockstep.Trainer has saved it, .*: init_from= begins a new"
     ):
         load_start(tmp_path, None, {}, [0])
+
+
+def test_a_file_that_is_being_written_is_loaded_when_it_is_complete(tmp_path: Path) -> None:
+    writer = AtomicCheckpointIO()
+    writer.then(time.sleep, 0.2)
+    writer.then(checkpoint_io.save, plain(2.0), tmp_path / "new.ckpt")
+    assert writer.load_checkpoint(tmp_path / "new.ckpt").keys() == plain(2.0).keys()
 
 
 def test_what_could_not_be_loaded_is_not_saved(saved: Path) -> None:

@@ -556,6 +556,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return saved if isinstance(saved, SavedParts) else None
 
     def _load(self, path: str | Path, whole: bool) -> dict[str, Any]:
+        self.wait()  # the file may be one that is being written
         self._note_parts(Path(path).parent)
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
         checkpoint = load(path, broadcast=True, whole=whole) if loaded is None else loaded
