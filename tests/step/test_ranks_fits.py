@@ -8,6 +8,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from rank_fits import Fit, Net, fit, fits, layout_of, same_bits, splits, trainer_and_data
 from thread_ranks import Ranks
 from torch import Tensor, nn
@@ -219,6 +220,14 @@ class Gathers(Net):
         return super().training_step(batch, batch_idx)
 
 
+class PassesBy(Net):
+    """Communicates without the strategy, as losses over the samples of all ranks do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        dist.all_reduce(total := super().training_step(batch, batch_idx).detach())
+        return super().training_step(batch, batch_idx) * (1 + total)
+
+
 class Returns(Net):
     value: Any = None
 
@@ -244,6 +253,13 @@ def test_what_a_step_can_not_do_is_refused_on_every_rank(ranks: Ranks, kind: Any
     net, layout = kind(), layout_of(world)
     for error in ranks(world, lambda rank: fit(rank, net, layout), errors=StepRefused):
         assert message in str(error)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_that_communicates_by_itself_is_refused_on_every_rank(ranks: Ranks, exact: bool) -> None:
+    net, layout = PassesBy(), layout_of(3, exact=exact)
+    for error in ranks(3, lambda rank: fit(rank, net, layout), errors=StepRefused):
+        assert "training_step can't communicate with other ranks" in str(error)
 
 
 def test_a_rank_whose_weights_differ_is_named_on_every_rank(ranks: Ranks, net: Net) -> None:

@@ -151,10 +151,22 @@ class ProcessPerDevice(PieceStrategy, DDPStrategy):
 
         A forward pass through DDP may communicate with all ranks: the second one rebuilds the buckets. A rank without a
         sample makes no forward pass, so the others would wait for it.
+
+        Raises:
+            StepRefused: the module's code has communicated by itself. A loss that follows from the samples of other
+                ranks is another one on each layout.
         """
         if self._reducer_active:
             return DDPStrategy.training_step(self, *args, **kwargs)
-        return super().training_step(*args, **kwargs)
+        before = number_of_collectives()
+        result = super().training_step(*args, **kwargs)
+        if number_of_collectives() != before and not (self.passes_communicate or self._sends_in_forward()):
+            self.refuse_collective("communicate with other ranks", "")
+        return result
+
+    def _sends_in_forward(self) -> bool:
+        """Return whether layers communicate in a forward pass: those of fully_shard, and SyncBatchNorm."""
+        return self.weights != "whole" or any(isinstance(m, nn.SyncBatchNorm) for m in self.lightning_module.modules())
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a value over ranks, with means of integers in float64. Inside a micro-batch, return it unchanged.
