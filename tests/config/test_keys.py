@@ -55,7 +55,7 @@ OTHER: dict[str, Any] = {
     "regression: model.arch": "mobilenet_v3_small",
     "segmentation: model.arch": "fcn_resnet50",
     "timm: model.options": {"drop_rate": 0.7},
-    "optimizer.lr_scale": {"net.conv1.*": 0.1},
+    "optimizer.lr_scale": {"net.0.*": 0.1},
     "optimizer.betas": [0.8, 0.9],
     "scheduler.interval": "epoch",
     "scheduler.monitor": "val/acc",

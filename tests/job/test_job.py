@@ -28,7 +28,7 @@ FREEZE = """
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, datamodule=data, ckpt_path=job.checkpoint)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not name.startswith("net.conv1."))
+        parameter.requires_grad_(not name.startswith("net.0."))
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, datamodule=data)
 """

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from rank_fits import layout_of, splits, trainer_and_data
 from thread_ranks import Ranks
@@ -149,7 +150,7 @@ class Opens(Several):
         self.calls.append("prepare_data")
 
     def setup(self, stage: str) -> None:
-        self.calls.append(f"setup {stage}")
+        self.calls.append(f"setup {TrainerFn(stage).value}")
         self.parts = random_split(samples(), [108, 23, 1])
         self.first = self.parts[0].indices[0]
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 
 from lockstep.project import project
 
@@ -105,6 +103,8 @@ def with_one_search_path(overrides: Sequence[str]) -> list[str]:
     Args:
         overrides: in the order in which their folders are searched.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # programs without a config need no Hydra
+
     paths: list[str] = []
     others = []
     for override in overrides:
@@ -132,4 +132,6 @@ def also_inherited(argument: str) -> str:
 
 def quote_path(path: Path | str) -> str:
     """Return a path in quotes, as the value of an override. The path may have any characters."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     return QuotedString(str(path), Quote.single).with_quotes()
