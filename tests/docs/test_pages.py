@@ -279,8 +279,8 @@ def test_the_summary_on_the_page_is_what_a_run_writes(tmp_path: Path) -> None:
 
 
 def test_lines_are_at_most_120_characters() -> None:
-    """But for output that a program prints."""
+    """But for output that a program prints, and rows of tables, which can't be broken."""
     for name in site_pages.pages():
         text = re.sub(r"^```(text|console)\n.*?^```$", "", site_pages.path_of(name).read_text(), flags=re.M | re.S)
         text = site_pages.without_written(text)
-        assert [line for line in text.splitlines() if len(line) > 120] == [], name
+        assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == [], name

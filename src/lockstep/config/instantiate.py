@@ -24,8 +24,9 @@ from lockstep.launch.failures import user_code_location
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
-ANNOTATED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations are reliable
-CHECKED = "lockstep.vision."  # modules that check their options themselves, and say more
+# modules whose annotations are reliable
+ANNOTATED = ("lockstep.", "lockstep_", "lightning.pytorch.callbacks.", "torch.optim.")
+CHECKED = ("lockstep.vision.", "lockstep_streams.")  # modules that check their options themselves, and say more
 PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
 
 

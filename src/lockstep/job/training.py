@@ -279,7 +279,7 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
 
 def _unlike_spec(config: Config, splits: Splits) -> str:
     """Return what of a user's own data its Spec, for which the model was made, does not describe; empty if all fits."""
-    if str(config.data.get("_target_")).startswith("lockstep."):
+    if str(config.data.get("_target_")).startswith(("lockstep.", "lockstep_")):
         return ""
     with suppress(Exception):  # the data fail themselves
         return spec_mismatch(splits)

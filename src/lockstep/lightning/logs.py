@@ -148,7 +148,7 @@ class StepLogs(_LoggerConnector):
         if self._reduced == trainer.global_step or not results.unread:
             return
         reader = sys._getframe(3).f_globals.get("__name__", "")
-        if not reader.startswith(("lightning.", "lockstep.")):
+        if not reader.startswith(("lightning.", "lockstep")):
             self._named = True
             LOG.warning(
                 f"{reader} reads what training has logged, but this step's values are not reduced over the ranks, so "
@@ -229,9 +229,7 @@ READ = {"callback_metrics", "logged_metrics"}  # attributes of a Trainer with wh
 def _read_metrics(*things: Any) -> bool:
     """Check whether the code of a user's classes reads what training logs."""
     kinds = {kind for thing in things for kind in type(thing).__mro__}
-    users = [
-        kind for kind in kinds if not kind.__module__.startswith(("lightning.", "lockstep.", "torch.", "builtins"))
-    ]
+    users = [kind for kind in kinds if not kind.__module__.startswith(("lightning.", "lockstep", "torch.", "builtins"))]
     codes: list[Any] = [getattr(value, "__code__", None) for kind in users for value in vars(kind).values()]
     while codes:
         code = codes.pop()

@@ -135,8 +135,8 @@ def _machine(config: Config) -> dict[str, Any]:
 
 def code_sha256() -> str:
     """Return the SHA-256 over the names and contents of the Python files in src/ and of Lockstep."""
-    code, library = hashlib.sha256(), Path(__file__).parents[1]
-    files = {file: f"src/{file.relative_to(library.parent)}" for file in library.rglob("*.py")}
+    code, library = hashlib.sha256(), Path(__file__).parents[2]
+    files = {file: f"src/{file.relative_to(library)}" for file in library.glob("lockstep*/**/*.py")}
     files |= {file: f"{file.relative_to(project().root)}" for file in project().source.rglob("*.py")}
     for file in sorted(files):
         code.update(f"{files[file]}\n".encode() + file.read_bytes())

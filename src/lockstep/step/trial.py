@@ -191,7 +191,8 @@ class SavedTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = copy_buffers(module)
-        self.parameters = [(p, p.detach().clone()) for p in module.parameters()]
+        # One that another stage holds is an element, expanded to its shape: it has no content and can't be written.
+        self.parameters = [(p, p.detach().clone()) for p in module.parameters() if not _is_expanded(p)]
         self._places = [
             (layer._parameters, name, parameter)
             for layer in module.modules()
@@ -213,6 +214,11 @@ class SavedTensors:
                 if parameters or not parameter.requires_grad:
                     parameter.copy_(content)
         restore_buffers(self._buffers)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share one place in memory."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def generator_states(module: nn.Module) -> dict[str, Any]:

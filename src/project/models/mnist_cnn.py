@@ -10,6 +10,8 @@ from lockstep.vision.scores import Scores, accuracy
 class MnistCNN(pl.LightningModule):
     """Two convolutions and two linear layers. conf/model/mnist_cnn.yaml gives `dropout`, the run all other values."""
 
+    task = "classification"  # data with other labels are refused before the first step
+
     def __init__(self, channels, image_size, num_classes, optimizer=None, scheduler=None, dropout=0.0):
         super().__init__()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"], logger=False)  # for load_from_checkpoint
