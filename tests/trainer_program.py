@@ -74,6 +74,8 @@ def train(folder: Path, words: list[str]) -> dict[str, Any]:
     loaders = [loader(data, splits.spec, taken, data is splits.train) for data in sets]
     trainer.fit(module, *loaders[:2], ckpt_path="last" if resume else None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if kind.validation_step is not pl.LightningModule.validation_step and loaders[1]:
+        metrics |= trainer.validate(module, loaders[1], verbose=False)[0]  # max_steps may end a fit without one
     if kind.test_step is not pl.LightningModule.test_step:
         metrics |= trainer.test(module, loaders[2], verbose=False)[0]
     digest = lockstep.weights_sha256(module.state_dict())
