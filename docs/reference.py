@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from lockstep.config.pages import INHERITED
 from lockstep.programs.common.keys import KEY, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-CONF = [ROOT / "conf", *sorted(ROOT.glob("src/lockstep*/conf"))]
+CONF = [ROOT / "conf", *INHERITED]
 REFUSALS = ROOT / "tests" / "refusals.yaml"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 NO_PROSE = ("# @package", "# yaml-language-server:")  # comments for Hydra and for editors

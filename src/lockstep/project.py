@@ -12,6 +12,10 @@ from typing import Any
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # tells the processes that a command starts
+LIBRARY = Path(__file__).parents[1]  # the folder in which Lockstep lies
+LIBRARY_PACKAGES = sorted(
+    file.parent for file in LIBRARY.glob("lockstep*/__init__.py")
+)  # Lockstep, and packages beside it
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from lockstep.project import project
+from lockstep.project import LIBRARY, LIBRARY_PACKAGES, project
 
-LIBRARY = Path(__file__).parents[2]
-PACKAGES = sorted(folder.parent.name for folder in LIBRARY.glob("lockstep*/conf"))  # lockstep is the first
 BASE = LIBRARY / "lockstep" / "conf" / "base.yaml"
-INHERITED = [LIBRARY / package / "conf" for package in PACKAGES]
-SEARCHED = [f"pkg://{package}.conf" for package in PACKAGES]  # Hydra's names of them
+INHERITED = [
+    package / "conf" for package in LIBRARY_PACKAGES if (package / "conf").is_dir()
+]  # Lockstep's are the first
+SEARCHED = [f"pkg://{folder.parent.name}.conf" for folder in INHERITED]  # Hydra's names of them
 
 
 def folders(added: Sequence[Path] = ()) -> list[Path]:

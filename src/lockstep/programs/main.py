@@ -13,24 +13,21 @@ import pkgutil
 import sys
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import NoReturn
 
 from lockstep import exit_on_signal
 from lockstep.errors import UserError
 from lockstep.programs.common.packages import check_packages
-from lockstep.project import VARIABLE, project
-
-LIBRARY = Path(__file__).parents[2]
+from lockstep.project import LIBRARY, LIBRARY_PACKAGES, VARIABLE, project
 
 
 def commands() -> dict[str, str]:
     """Return the names of all commands, with their modules' names."""
     modules: dict[str, str] = {}
-    for folder in LIBRARY.glob("lockstep*/programs"):
-        package = ".".join(folder.relative_to(LIBRARY).parts)
-        names = [each.name for each in pkgutil.iter_modules([str(folder)]) if not each.ispkg and each.name != "main"]
-        modules |= {name.replace("_", "-"): f"{package}.{name}" for name in names}
+    for package in LIBRARY_PACKAGES:
+        programs = pkgutil.iter_modules([str(package / "programs")])
+        names = [each.name for each in programs if not each.ispkg and each.name != "main"]
+        modules |= {name.replace("_", "-"): f"{package.name}.programs.{name}" for name in names}
     return dict(sorted(modules.items()))
 
 

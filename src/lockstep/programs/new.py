@@ -22,10 +22,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import lockstep
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
 from lockstep.programs.common.template import PACKAGE, copy_manual, copy_template, manual, template
+from lockstep.project import LIBRARY, LIBRARY_PACKAGES
 
 DISTRIBUTION = "pytorch-lockstep"
 TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
@@ -252,11 +252,10 @@ def write(name: str, folder: Path, pin: str | None, keeps_wheel: bool) -> None:
     if keeps_wheel:
         write_wheel(folder / "wheels")
     if not pin:
-        library = Path(lockstep.__file__).parent
         ignored = shutil.ignore_patterns("__pycache__", "template")
-        for package in (*library.parent.glob("lockstep*/"), library.parent / "hydra_plugins"):
+        for package in (*LIBRARY_PACKAGES, LIBRARY / "hydra_plugins"):
             shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
-        copy_manual(manual(), folder / "src" / library.name / "docs")
+        copy_manual(manual(), folder / "src" / "lockstep" / "docs")
         required = [each for each in metadata.requires(DISTRIBUTION) or () if "extra ==" not in each]
         packages += ["lockstep*", "hydra_plugins*"]
     quoted = "".join(f"    {json.dumps(each)},\n" for each in required)

@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
-from lockstep.project import project
+from lockstep.project import LIBRARY, LIBRARY_PACKAGES, project
 
 if TYPE_CHECKING:  # the parent imports this module, and must not import torch
     from lockstep.data import Splits
@@ -135,8 +135,8 @@ def _machine(config: Config) -> dict[str, Any]:
 
 def code_sha256() -> str:
     """Return the SHA-256 over the names and contents of the Python files in src/ and of Lockstep."""
-    code, library = hashlib.sha256(), Path(__file__).parents[2]
-    files = {file: f"src/{file.relative_to(library)}" for file in library.glob("lockstep*/**/*.py")}
+    code = hashlib.sha256()
+    files = {file: f"src/{file.relative_to(LIBRARY)}" for package in LIBRARY_PACKAGES for file in package.rglob("*.py")}
     files |= {file: f"{file.relative_to(project().root)}" for file in project().source.rglob("*.py")}
     for file in sorted(files):
         code.update(f"{files[file]}\n".encode() + file.read_bytes())

@@ -40,7 +40,7 @@ class Late(Extra):
         layout = config.layout
         if layout.weights == "staged":
             yield f"strategy={layout.strategy}", "its stages sum no gradients over devices; leave late out"
-        if config.layout.weights == "sharded":
+        if layout.weights == "sharded":
             yield f"strategy={layout.strategy}", "a device has no whole gradient that could wait; strategy=ddp"
         if config.strategy.compression != "none":
             yield (
