@@ -15,16 +15,22 @@ from engines.sites import JOB, Site
 FILE = str(ROOT / "examples" / "one_file.py")
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
 def hashes(folder: Path, *command: str) -> list[str]:
-    """Run a command and return the lines that it prints, of all ranks."""
+    """Run a command and return the hashes that it prints, of all ranks."""
     folder.mkdir()
-    # with it, print writes the end of a line apart, and two ranks mix their lines
+    if command[: len(TORCHRUN)] == TORCHRUN:
+        # it starts Python with -u, so print writes the end of a line apart, and two ranks would mix their lines
+        command = (*TORCHRUN, "--log-dir=logs", "--redirects=1", *command[len(TORCHRUN) :])
     whole_lines = {**os.environ, "PYTHONUNBUFFERED": ""}
     run = subprocess.run(
         command, cwd=folder, env=whole_lines, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert run.returncode == 0, run.stderr
-    return hashes_in(run.stdout)
+    output = [run.stdout, *(log.read_text() for log in sorted(folder.glob("logs/*/attempt_0/*/stdout.log")))]
+    return [one for text in output for one in hashes_in(text)]
 
 
 def hashes_in(output: str) -> list[str]:
@@ -39,13 +45,12 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_one_file_prints_one_hash_under_torchrun(tmp_path: Path, one_device: str) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    assert hashes(tmp_path / "two", *torchrun, FILE) == [one_device] * 2
-    control = hashes(tmp_path / "control", *torchrun, FILE, "--seed=1")
+    assert hashes(tmp_path / "two", *TORCHRUN, FILE) == [one_device] * 2
+    control = hashes(tmp_path / "control", *TORCHRUN, FILE, "--seed=1")
     assert len(control) == 2
     assert one_device not in control
     refused = subprocess.run(
-        [*torchrun, FILE, "--devices=3"],
+        [*TORCHRUN, FILE, "--devices=3"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
