@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 # Sections whose pages are found in a folder, in the order of their titles.
-FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
+FOLDERS = {"Extras": "extras"}
 
 
 def on_config(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Write the parts of docs/ that follow from code: keys, refusals, the Python API, the list of decisions.
+"""Write the parts of docs/ that follow from code: keys, refusals, the Python API.
 
     python docs/reference.py
 
@@ -166,13 +166,6 @@ def _escaped(text: str) -> str:
 # --- the Python API ---
 
 
-def _decisions(_: str) -> str:
-    """Return a list of the pages in decisions/."""
-    pages = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "index.md")
-    titles = (path.read_text().partition("\n")[0].removeprefix("# ") for path in pages)
-    return "\n".join(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True))
-
-
 def _api(of: str) -> str:
     """Return a section for each of some names, given with their modules and separated by commas."""
     parts = []
@@ -233,7 +226,6 @@ def _docstring(value: Any) -> str:
 MAKERS: dict[str, Callable[[str], str]] = {
     "keys": _keys,
     "refusals": lambda _: _refusals(),
-    "decisions": _decisions,
     "api": _api,
 }
 

@@ -64,7 +64,7 @@ __all__ = list(HOMES)
 
 command_started_at = time.time()  # a command imports this module first
 # libgomp reads this variable once, when torch is imported. Threads that wait for each other then sleep after 1,000
-# spins instead of 300,000, which would occupy the cores of a busy machine (docs/decisions/threads.md). A wait policy
+# spins instead of 300,000, which would occupy the cores of a busy machine (docs/decisions.md). A wait policy
 # that the user has set stays in force.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -70,7 +70,7 @@ class Config(RunKeys):
             return self.threads
         cores = cores_per_worker(max(1, self.layout.world_size // self.layout.num_nodes))
         on_cpu_in_bf16 = self.layout.accelerator == "cpu" and self.precision.startswith("bf16")
-        # oneDNN's AMX kernels wait for their threads in a loop without sleep (docs/decisions/threads.md).
+        # oneDNN's AMX kernels wait for their threads in a loop without sleep (docs/decisions.md).
         wait_without_sleep = on_cpu_in_bf16 and cores <= AMX_CORES and has_amx()
         # The order of sums depends on the number of threads, so under `exact` it must not depend on the layout.
         return 1 if self.layout.exact or wait_without_sleep else cores

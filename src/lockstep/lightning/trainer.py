@@ -1,7 +1,7 @@
 """Lightning's Trainer, adapted so that one training batch is one optimizer step, which consists of pieces.
 
 The loader yields a `StepBatch`: this process's part of one optimizer step. So everything that Lightning counts in
-batches (validation, logging, limits, checkpoints) counts optimizer steps. docs/decisions/lightning-loop.md gives the
+batches (validation, logging, limits, checkpoints) counts optimizer steps. docs/decisions.md gives the
 reasons.
 """
 
