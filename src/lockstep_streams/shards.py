@@ -174,7 +174,7 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
         other = next(iter(of_part.values()))[0].rpartition("/")[2]
         what = f"{root}/{of_part['all'][0]} is of no part, {other} of one"
         raise UserError(f"shards: {what}: all paths must name train, val or test, or none")
-    if len(of_part) > 1 and "train" not in of_part:
+    if not {"train", "all"} & of_part.keys():
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
     return of_part
 

@@ -142,6 +142,52 @@ def test_a_callback_that_saves_its_state_is_not_named(tmp_path: Path, caplog: py
     assert f"{LOST} Counts.steps had" in caplog.text
 
 
+class Bank:
+    """Keeps the means of the last steps."""
+
+    def __init__(self) -> None:
+        self.means = [torch.zeros(8)]
+
+
+SEEN: list[float] = []
+STILL = [1.0]
+
+
+def note(value: float) -> None:
+    SEEN.append(value * STILL[0])
+
+
+def keeps_elsewhere() -> Net:
+    """Return a module that keeps things in an object of an own class, in a global and in a closure."""
+    steps = 0
+
+    class Elsewhere(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bank, self.unchanged = Bank(), Bank()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal steps
+            steps += 1
+            note(1.0)
+            self.bank.means.append(batch[0].mean(0))
+
+    return Elsewhere()
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_what_a_module_keeps_in_objects_globals_and_closures_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    SEEN.clear()
+    run(tmp_path, keeps_elsewhere())
+    SEEN.clear()  # as a new process begins
+    run(tmp_path / "on", keeps_elsewhere(), tmp_path / "all" / "step=3.ckpt")
+    line = next(each for each in caplog.messages if LOST in each)
+    assert all(name in line for name in ("Elsewhere.bank", f"{__name__}.SEEN", f"{__name__}.steps")), line
+    assert not any(name in line for name in ("STILL", "unchanged", "more")), line
+
+
 class LogsOnRankZero(Net):
     """Says that only rank zero logs, though each rank does."""
 

@@ -384,8 +384,9 @@ class ResumeState(AfterStart):
         ]
         if lost:
             log.warning(
-                "the run continues without the values that %s had, since no checkpoint has Python attributes: if "
-                "training reads them, make them buffers, or save them in on_save_checkpoint or a callback's state_dict",
+                "the run continues without the values that %s had, since no checkpoint has Python attributes or "
+                "globals: if training reads them, make them buffers, or save them in on_save_checkpoint or a "
+                "callback's state_dict",
                 join_names(sorted(lost), 3),
             )
 

@@ -2,14 +2,16 @@
 
 Such tensors are buffers with `persistent=False`, and keys that hooks remove. A checkpoint has those that have changed
 since the run began. Of the others it has a SHA-256, since a module that is made again must make the same: a table of
-positions, or weights that it has read elsewhere. No checkpoint has Python attributes of a module or of callbacks, so a
-resumed run names those that it lacks.
+positions, or weights that it has read elsewhere. No checkpoint has Python attributes of a module or of callbacks, nor
+what their methods keep in globals and closures, so a resumed run names those that it lacks.
 """
 
 import hashlib
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.data.seeding import contents_of
+from lockstep.launch.failures import is_user_code
 from lockstep.step.buffers import module_buffers
 
 COMPARED_SAVES = 2  # saves for which the content of all is compared, since `.data` hides a change from the version
@@ -126,7 +130,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 class Attributes:
-    """The attributes that a module and its callbacks have when a run starts, of plain data.
+    """The attributes that a module and its callbacks have when a run starts, of plain data, and what they read around.
 
     Args:
         module: the module.
@@ -169,7 +173,9 @@ class Attributes:
             return repr(sorted(map(repr, value)))
         if isinstance(value, list | tuple | deque):
             return repr([self._content(each, depth + 1) for each in list(value)[:MOST]])
-        return None
+        if isinstance(value, type) or not _is_users(type(value)):
+            return None
+        return self._content(getattr(value, "__dict__", {}), depth + 1)
 
     def _of_tensor(self, tensor: Tensor) -> str | None:
         outside = tensor.grad_fn is not None or isinstance(tensor, DTensor) or tensor.is_meta
@@ -187,7 +193,8 @@ class Attributes:
 
 
 def _named(module: nn.Module, callbacks: Sequence[pl.Callback]) -> Iterator[tuple[str, Any]]:
-    """Give the attributes of a module, its layers and its users' callbacks by name."""
+    """Give the attributes of a module, its layers and its users' callbacks by name, and what their methods read."""
+    seen: set[int] = set()
     for path, layer in module.named_modules():
         if type(layer).__module__.startswith(LIBRARIES):
             continue
@@ -195,11 +202,41 @@ def _named(module: nn.Module, callbacks: Sequence[pl.Callback]) -> Iterator[tupl
         for name, value in _attributes(layer).items():
             if name not in THEIRS and not name.startswith(PREFIXES):
                 yield f"{owner}.{name}", value
+        yield from _read_by(type(layer), seen)
     for callback in callbacks:
         classes = [kind for kind in type(callback).__mro__ if kind is not pl.Callback]
         if not any(kind.__module__.startswith(LIBRARIES) for kind in classes):
             for name, value in _attributes(callback).items():
                 yield f"{type(callback).__name__}.{name}", value
+            yield from _read_by(type(callback), seen)
+
+
+def _read_by(kind: type, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Give the globals and closures that the methods of a user's class read, and the functions that these call.
+
+    Args:
+        kind: the class.
+        seen: the ids of the functions that were visited; it grows.
+    """
+    methods = [value for each in kind.__mro__ if _is_users(each) for value in vars(each).values()]
+    waiting = [getattr(method, "__func__", getattr(method, "fget", method)) for method in methods]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        if not is_user_code(function.__code__.co_filename):
+            continue
+        for key, value in contents_of(function):
+            name = function.__code__.co_freevars[key] if isinstance(key, int) else key
+            waiting.append(value)
+            yield f"{function.__module__}.{name}", value
+
+
+def _is_users(kind: type) -> bool:
+    """Check whether a class is neither Lockstep's, nor Python's, nor an installed package's."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and is_user_code(file))
 
 
 def _attributes(owner: Any) -> dict[str, Any]:

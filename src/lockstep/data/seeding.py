@@ -85,14 +85,14 @@ def _places(root: Any) -> Iterator[tuple[Any, Any]]:
         if id(holder) in seen or isinstance(holder, (*SKIPPED, *GENERATORS)) or holder is None:
             continue
         seen[id(holder)] = holder
-        for name, value in _contents(holder):
+        for name, value in contents_of(holder):
             if isinstance(value, GENERATORS):
                 yield holder, name
             else:
                 waiting.append(value)
 
 
-def _contents(holder: Any) -> Iterator[tuple[Any, Any]]:
+def contents_of(holder: Any) -> Iterator[tuple[Any, Any]]:
     """Yield what an object has, by attribute, key or index."""
     if isinstance(holder, CONTAINERS):
         if len(holder) <= LARGE:
@@ -125,7 +125,7 @@ def _is_users(function: FunctionType) -> bool:
 
 
 def _value(holder: Any, name: Any) -> Any:
-    """Return what a holder has now under a name of `_contents`."""
+    """Return what a holder has now under a name of `contents_of`."""
     try:
         if isinstance(holder, FunctionType):
             closure: Any = holder.__closure__
