@@ -20,7 +20,7 @@ class TestMnistCNN(ModuleTests):
 
 @pytest.mark.usefixtures("processes")
 class TestSmallCNN(ModuleTests):
-    overrides = ["model=small_cnn", "model.dropout=0.3", "model.class_weights=[1,2,5]", *DATA, "data.image_size=12"]
+    overrides = ["model=small_cnn", "model.dropout=0.3", "model.class_weights=balanced", *DATA, "data.image_size=12"]
 
 
 @pytest.mark.usefixtures("processes")

@@ -43,7 +43,7 @@ class ClassWeights(Callback):
             if data.splits.balanced:
                 both = "model.class_weights=balanced and data.sampling=balanced both balance the classes"
                 raise UserError(f"{both}: leave one of them out")
-            counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
+            counts = torch.from_numpy(data.splits.train_labels()).bincount(minlength=self.num_classes)
             weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
         self.weights, self.on_device = torch.tensor(weights, dtype=torch.float64), None
 
