@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import StepRefused
 from lockstep.guards.check import MEANS, Finding, Piece, check
@@ -50,10 +50,7 @@ class FirstStepCheck(StepHook):
         if self._done or step.number:
             return
         self._done = True
-        several = step.gradients.world_size > 1
-        if step.strategy.passes_communicate or (
-            several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())
-        ):
+        if step.strategy.passes_communicate():
             LOG.debug("the first step is not checked, since a pass needs other processes")
             return
         layout, findings = step.data.layout, []

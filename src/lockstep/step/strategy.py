@@ -70,7 +70,6 @@ class PieceStrategy(Strategy):
 
     Attributes:
         weights: what this process has of the weights, and of their gradient; see `Layout`.
-        passes_communicate: whether a pass needs the other processes.
         less_memory: a setting with which the weights take less memory; empty: there is none.
         changing_parameters: names of the parameters without a gradient that `training_step` may change in this step.
         lightning_module: the module that is trained; Lightning's property, with another type.
@@ -78,7 +77,6 @@ class PieceStrategy(Strategy):
 
     lightning_module: Any
     weights = "whole"
-    passes_communicate = False
     less_memory = ""
     changing_parameters: Collection[str] = ()
     _failed = False  # whether an error has ended the run
@@ -152,6 +150,10 @@ class PieceStrategy(Strategy):
         Returns:
             Whether they will.
         """
+        return False
+
+    def passes_communicate(self) -> bool:
+        """Return whether a pass needs the other processes, even where the module has all its weights."""
         return False
 
     def holds(self, thing: Any) -> bool:

@@ -160,13 +160,14 @@ class ProcessPerDevice(PieceStrategy, DDPStrategy):
             return DDPStrategy.training_step(self, *args, **kwargs)
         before = number_of_collectives()
         result = super().training_step(*args, **kwargs)
-        if number_of_collectives() != before and not (self.passes_communicate or self._sends_in_forward()):
+        gathers = self.weights != "whole"  # layers of fully_shard gather their weights
+        if number_of_collectives() != before and not (gathers or self.passes_communicate()):
             self.refuse_collective("communicate with other ranks", "")
         return result
 
-    def _sends_in_forward(self) -> bool:
-        """Return whether layers communicate in a forward pass: those of fully_shard, and SyncBatchNorm."""
-        return self.weights != "whole" or any(isinstance(m, nn.SyncBatchNorm) for m in self.lightning_module.modules())
+    def passes_communicate(self) -> bool:
+        """Return whether the module has a SyncBatchNorm, which communicates in a pass."""
+        return self.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in self.lightning_module.modules())
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a value over ranks, with means of integers in float64. Inside a micro-batch, return it unchanged.

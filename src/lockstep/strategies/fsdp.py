@@ -172,7 +172,6 @@ class FullySharded(ProcessPerDevice):
         self, reshard: bool = False, offload: bool = False, blocks: str | None = None, saves_parts: bool = False
     ) -> None:
         super().__init__()
-        self.passes_communicate = reshard
         self.less_memory = "" if reshard else "strategy.reshard=true"
         self.sharded: dict[int, ShardedParameter] = {}
         self.counts = True
@@ -581,6 +580,10 @@ class FullySharded(ProcessPerDevice):
         super().on_predict_end()
 
     # --- passes ---
+
+    def passes_communicate(self) -> bool:
+        """Return whether a pass gathers the weights again, or communicates as with ddp."""
+        return self._reshard or super().passes_communicate()
 
     def use_reducer(self, wanted: bool) -> bool:
         """Return False: the gradients are summed unit by unit."""

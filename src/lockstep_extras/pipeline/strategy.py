@@ -67,7 +67,6 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     """
 
     weights = "staged"
-    passes_communicate = True
 
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
         super().__init__()
@@ -182,6 +181,9 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         return self._owner(thing) == self.global_rank
 
     # --- passes ---
+
+    def passes_communicate(self) -> bool:
+        return True
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of 1F1B: a stage with r stages after it runs r forward passes ahead."""
