@@ -327,15 +327,60 @@ def test_a_monitored_metric_may_have_the_name_of_the_stage(tmp_path: Path) -> No
         trainer(tmp_path, callbacks=[EarlyStopping("val_other")]).fit(Net(), loader(), loader(shuffle=False))
 
 
+class WithRate(Net):
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class FindsAtEpochs(LearningRateFinder):
+    """Looks for a learning rate before epochs 0 and 2, as Lightning's page of this callback shows."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.lr_find(trainer, pl_module)
+
+
+def test_a_search_for_a_learning_rate_at_an_epochs_start_leaves_no_trace(tmp_path: Path) -> None:
+    """It saves a checkpoint, trains, and loads the checkpoint, all in one hook."""
+    options: dict[str, Any] = {"exact": True, "pieces": 2, "max_epochs": 4}
+    plain = fit(tmp_path, kind=WithRate, **options)
+    finder = FindsAtEpochs(num_training_steps=12, early_stop_threshold=None, update_attr=False)
+    assert fit(tmp_path, kind=WithRate, callbacks=[finder], **options) == plain
+    assert finder.optimal_lr is not None
+    assert len(finder.optimal_lr.results["lr"]) == 12
+    assert not list(tmp_path.rglob(".lr_find*"))
+    finder = FindsAtEpochs(num_training_steps=12, early_stop_threshold=None)
+    assert fit(tmp_path, kind=WithRate, callbacks=[finder], **options) != plain, "the rate that was found is used"
+
+
+class Prints(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.print(f"step {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+
+class Bar(pl.callbacks.ProgressBar):
+    is_enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        print("bar", *args, **kwargs)
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_the_trial_of_the_first_step_prints_nothing(tmp_path: Path, bar: bool, capsys: Any) -> None:
+    options: dict[str, Any] = {"callbacks": [Bar()], "enable_progress_bar": True} if bar else {}
+    trainer(tmp_path, pieces=2, max_steps=2, **options).fit(Prints(), loader())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line and "samples" not in line]
+    assert lines == [f"{'bar ' * bar}step {step}" for step in (0, 0, 1, 1)]
+
+
 def test_ranks_do_not_look_for_a_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would follow the loss of its own samples. One device and dp find the same rate."""
-
-    class WithRate(Net):
-        lr = 0.1
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
     rates = []
     layouts: list[dict[str, Any]] = [{}, {"strategy": "dp", "devices": 2}]
     for layout in layouts:

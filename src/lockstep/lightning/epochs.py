@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,6 +51,11 @@ class StepFitLoop(_FitLoop):
         finally:
             trainer.limit_train_batches = limit
 
+    def run(self) -> None:
+        """Train; also inside a hook of an epoch's start, as LearningRateFinder may."""
+        with self.trainer.saves.set_aside() if self.trainer.saves.starts_epoch else nullcontext():
+            super().run()
+
     def on_run_start(self) -> None:
         """Call the hooks of the start, then those after it."""
         super().on_run_start()
@@ -60,7 +65,7 @@ class StepFitLoop(_FitLoop):
 
     def on_advance_start(self) -> None:
         """Begin an epoch. A checkpoint that a hook asks for waits for the others, which a resumed run does not call."""
-        self.trainer.saves.begin_step()
+        self.trainer.saves.begin_step(starts_epoch=True)
         self.epoch_loop.seed_hooks(Hooks.EPOCH_START, self.trainer.current_epoch)
         with no_silent_end():
             super().on_advance_start()

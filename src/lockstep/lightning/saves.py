@@ -4,7 +4,8 @@ A step is complete after the last hook of it, of its validation, and of the epoc
 of the callbacks before that of the module, so a callback that saves in its own hook would save before the module's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
@@ -34,21 +35,35 @@ class WaitingSaves:
 
     Attributes:
         under_way: whether a step has begun and is not complete.
+        starts_epoch: whether the hooks of an epoch's start run. What they ask for is saved at once, too, since one of
+            them may train and load it: LearningRateFinder does. Nothing is incomplete then.
         incomplete: whether its passes have begun, too: what is saved now, after an error, is no state between steps.
     """
 
     def __init__(self, trainer: Any, save: Callable[..., None]) -> None:
         self._trainer, self._save = trainer, save
         self._waiting: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments of `save`, by path
-        self.under_way = self.incomplete = False
+        self.under_way = self.starts_epoch = self.incomplete = False
         self._has_begun = False  # whether any step has
 
-    def begin_step(self) -> None:
+    def begin_step(self, starts_epoch: bool = False) -> None:
         """Let the checkpoints wait that are asked for from now on."""
-        self.under_way, self.incomplete, self._has_begun = True, False, True
+        self.under_way, self.starts_epoch, self.incomplete, self._has_begun = True, starts_epoch, False, True
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Return a context of a fit inside a hook. What waits outside it is saved when the hook's own step is done."""
+        checkpoint_io: Any = self._trainer.strategy.checkpoint_io
+        before = self._waiting, self.under_way, self.starts_epoch, checkpoint_io.removals
+        self._waiting, self.under_way, checkpoint_io.removals = {}, False, None
+        try:
+            yield
+        finally:
+            self._waiting, self.under_way, self.starts_epoch, checkpoint_io.removals = before
+            self.incomplete = False
 
     def add(self, path: Any, *args: Any, **kwargs: Any) -> bool:
-        """Let a checkpoint wait, if a step is under way. Return whether it waits.
+        """Let a checkpoint wait, if a step is under way. Return whether it is saved later only.
 
         After an error before the first step there is nothing to save, and the file may be the one to continue from.
         """
@@ -60,7 +75,7 @@ class WaitingSaves:
         checkpoint_io: Any = self._trainer.strategy.checkpoint_io
         # of the files that this one replaces
         checkpoint_io.removals = getattr(checkpoint_io, "removals", None) or []
-        return True
+        return not self.starts_epoch
 
     def complete_step(self, ends_epoch: bool = False) -> None:
         """Save what is due, now that the step is complete: with the schedules that follow its metrics.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
@@ -26,6 +27,7 @@ from lockstep.lightning.saves import WaitingSaves
 from lockstep.lightning.steps import StepLoop
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
+from lockstep.step.strategy import proxy
 
 
 class QuickStage:
@@ -72,6 +74,7 @@ class StepTrainer(QuickStage, pl.Trainer):
     profiler: Profiler
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
+        self._is_quiet = False  # see `without_logging`
         self.saves = WaitingSaves(self, self._save_now)
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
         gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
@@ -104,6 +107,12 @@ class StepTrainer(QuickStage, pl.Trainer):
             self._validated = self.lightning_module
         return self._validated is self.lightning_module
 
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar, by which a module's `self.print` prints."""
+        bar = super().progress_bar_callback
+        return proxy(bar or ProgressBar(), PrintsNothing) if self._is_quiet else bar
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; see Lightning's method. Inside a step it is saved when the step is complete."""
         if not self.saves.add(*args, **kwargs):
@@ -115,16 +124,27 @@ class StepTrainer(QuickStage, pl.Trainer):
 
     @contextmanager
     def without_logging(self) -> Iterator[None]:
-        """Return a context in which what training logs, by `self.log` or a logger, and its profile leave no trace."""
+        """Return a context in which what training logs or prints by its module, and its profile, leave no trace."""
         loop, connector = self.fit_loop.epoch_loop, self._logger_connector
         results, loggers, current, profiler = loop._results, self.loggers, connector._current_fx, self.profiler
         loop._results, self.loggers = TrainingLogs(), [DummyLogger() for _ in loggers]
         self.profiler = NoProfiler()  # torch's counts each call of `training_step` as a step
+        self._is_quiet = True
         try:
             yield
         finally:
+            self._is_quiet = False
             loop._results, self.loggers, connector._current_fx = results, loggers, current
             self.profiler = profiler
+
+
+class PrintsNothing:
+    """Methods for `proxy`: a progress bar has them in place of its own."""
+
+    is_enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print nothing."""
 
 
 class StepLoaderSource(_DataLoaderSource):
