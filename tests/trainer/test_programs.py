@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
@@ -57,6 +59,10 @@ def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str
     assert fit(tmp_path, exact=True, pieces=2, max_epochs=1, **options) == expected
 
 
+class WithMethods(DDPStrategy):
+    pass
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -67,6 +73,8 @@ def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str
         ({"devices": "0,1"}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"strategy": DDPStrategy(start_method="spawn")}, "a DDPStrategy with start_method=spawn) can't be used"),
         ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "a DDPStrategy with ddp_comm_hook) can't be used"),
+        ({"strategy": SingleDeviceStrategy("cpu", checkpoint_io=TorchCheckpointIO())}, "with checkpoint_io) can't be"),
+        ({"strategy": WithMethods()}, "a WithMethods with methods of its own) can't be used"),
         ({"strategy": "deepspeed"}, "must be 'auto', 'ddp'"),
         ({"callbacks": [pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})]}, "pytorch_lightning, and"),
         ({"callbacks": pytorch_lightning.callbacks.EarlyStopping("val_loss")}, "is of the package pytorch_lightning"),
@@ -108,6 +116,29 @@ def test_what_is_of_another_lightning_is_named(tmp_path: Path, module: Any, data
     with pytest.raises(UserError) as refused:
         trainer(tmp_path).fit(module(), data())
     assert line in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["training_step", "configure_optimizers"])
+def test_a_module_without_what_a_fit_calls_is_refused(tmp_path: Path, name: str) -> None:
+    module = Net()
+    setattr(module, name, None)
+    with pytest.raises(UserError, match=f"Net.{name} is None: it must be a method"):
+        trainer(tmp_path).fit(module, loader())
+
+
+def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
+    module: Any = torch.compile(Net())
+    for method in (trainer(tmp_path).fit, trainer(tmp_path).test):
+        with pytest.raises(UserError, match=f"trainer.{method.__name__} got a compiled module: compile the network"):
+            method(module, loader())
+
+
+def test_a_validation_that_has_no_data_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Net.validation_step is not called: there is no val_dataloader"):
+        trainer(tmp_path, max_steps=1).fit(Net(), loader())
+    with warnings.catch_warnings(record=True) as caught:
+        trainer(tmp_path, max_steps=1).fit(Net(), loader(), loader(shuffle=False))
+    assert not any("is not called" in str(each.message) for each in caught)
 
 
 def test_the_signature_has_lightnings_options() -> None:
@@ -354,7 +385,7 @@ def test_a_search_for_a_learning_rate_at_an_epochs_start_leaves_no_trace(tmp_pat
     assert finder.optimal_lr is not None
     assert len(finder.optimal_lr.results["lr"]) == 12
     assert not list(tmp_path.rglob(".lr_find*"))
-    finder = FindsAtEpochs(num_training_steps=12, early_stop_threshold=None)
+    finder = FindsAtEpochs(num_training_steps=24, early_stop_threshold=None)
     assert fit(tmp_path, kind=WithRate, callbacks=[finder], **options) != plain, "the rate that was found is used"
 
 

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from trainer.small import BATCH, Killed, Net, loader, samples, trainer
 
 import lockstep
@@ -400,3 +401,25 @@ def test_a_teacher_survives_a_kill_on_ddp(tmp_path: Path) -> None:
     for file in files:
         assert lockstep.launch(teach, tmp_path / "other", file, **options) == whole, file.name
         assert teach(tmp_path / "one", file) == whole
+
+
+class Uploads(CSVLogger):
+    """A logger that takes the files, as WandbLogger(log_model="all") does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.steps: list[int] = []
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        path = Path(checkpoint_callback.last_model_path or checkpoint_callback.best_model_path)
+        if path.exists():
+            self.steps.append(torch.load(path, weights_only=True)["global_step"])
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["last.ckpt", "ModelCheckpoint"])
+def test_loggers_get_the_files_when_they_are_complete(tmp_path: Path, users: bool) -> None:
+    logger = Uploads(tmp_path)
+    callbacks = [ModelCheckpoint(tmp_path / "all", save_last=True)] if users else []
+    made = trainer(tmp_path, pieces=2, max_epochs=3, logger=logger, callbacks=callbacks)
+    made.fit(Net(), loader())
+    assert sorted(set(logger.steps)) == [6, 12, 18]

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 
 def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
@@ -21,15 +21,20 @@ def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
     adapter.__class__ = type(kind.__name__, (type(adapter),), {"__qualname__": kind.__qualname__})
 
 
-def unusual_ddp_option(strategy: DDPStrategy) -> str:
-    """Return the name of an option of Lightning's DDPStrategy that changes what is sent or who starts processes.
+def unusual_option(strategy: DDPStrategy | SingleDeviceStrategy) -> str:
+    """Return what an object of Lightning's strategies has that changes a run and would be lost; empty if nothing.
 
-    Others (`find_unused_parameters`, `static_graph`, sizes of buckets) only tune torch's DDP, which is not used.
+    Other options (`find_unused_parameters`, `static_graph`, sizes of buckets) only tune torch's DDP, which is not used.
     Lightning has no public names for them.
     """
-    names = {"ddp_comm_hook": strategy._ddp_comm_hook, "model_averaging_period": strategy._model_averaging_period}
-    named = next((name for name, value in names.items() if value is not None), "")
-    return named or ("" if strategy._start_method == "popen" else f"start_method={strategy._start_method}")
+    if type(strategy) not in (DDPStrategy, SingleDeviceStrategy):
+        return "methods of its own"
+    names = ("_checkpoint_io", "_precision_plugin", "_ddp_comm_hook", "_model_averaging_period")
+    options = {name.removeprefix("_"): getattr(strategy, name, None) for name in names}
+    if named := next((name for name, value in options.items() if value is not None), ""):
+        return named
+    start = getattr(strategy, "_start_method", "popen")
+    return "" if start == "popen" else f"start_method={start}"
 
 
 def last_checkpoints(trainer: pl.Trainer) -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lockstep.lightning.hooks import current_hook
@@ -37,13 +38,14 @@ class WaitingSaves:
         under_way: whether a step has begun and is not complete.
         starts_epoch: whether the hooks of an epoch's start run. What they ask for is saved at once, too, since one of
             them may train and load it: LearningRateFinder does. Nothing is incomplete then.
+        made: whether any was saved since loggers were last told.
         incomplete: whether its passes have begun, too: what is saved now, after an error, is no state between steps.
     """
 
     def __init__(self, trainer: Any, save: Callable[..., None]) -> None:
         self._trainer, self._save = trainer, save
         self._waiting: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments of `save`, by path
-        self.under_way = self.starts_epoch = self.incomplete = False
+        self.under_way = self.starts_epoch = self.incomplete = self.made = False
         self._has_begun = False  # whether any step has
 
     def begin_step(self, starts_epoch: bool = False) -> None:
@@ -89,6 +91,9 @@ class WaitingSaves:
             if isinstance(callback, SavesSteps):
                 callback.on_step_complete(trainer, ends_epoch)
         self.save_waiting()
+        if self.made:
+            self.made = False
+            _tell_loggers(trainer)
 
     def save_waiting(self) -> None:
         """Save the checkpoints that wait. From now on, none waits until a step begins."""
@@ -103,3 +108,21 @@ class WaitingSaves:
         removals, checkpoint_io.removals = checkpoint_io.removals or [], None
         for path in removals:
             checkpoint_io.remove_checkpoint(path)
+
+
+def _tell_loggers(trainer: Any) -> None:
+    """Call `after_save_checkpoint` of the loggers that have one, when the files are complete.
+
+    Lightning's ModelCheckpoint calls it when it asks for a file, which is not there yet.
+
+    See it: WandbLogger(log_model="all"), which uploads the files.
+    """
+    unused = Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint
+    loggers = [each for each in trainer.loggers if type(each).after_save_checkpoint not in unused]
+    if not loggers or not trainer.is_global_zero:
+        return
+    trainer.strategy.checkpoint_io.wait()
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "best_k_models"):  # one that chooses among checkpoints
+            for logger in loggers:
+                logger.after_save_checkpoint(callback)

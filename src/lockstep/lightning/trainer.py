@@ -121,6 +121,7 @@ class StepTrainer(QuickStage, pl.Trainer):
     def _save_now(self, *args: Any, **kwargs: Any) -> None:
         with self.strategy.saving():  # type: ignore[attr-defined]
             super().save_checkpoint(*args, **kwargs)
+        self.saves.made = True
 
     @contextmanager
     def without_logging(self) -> Iterator[None]:

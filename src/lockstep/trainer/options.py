@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
-from lockstep.lightning.private_names import unusual_ddp_option
+from lockstep.lightning.private_names import unusual_option
 from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
@@ -202,16 +202,17 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
 
 def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
     """Return the strategy that a user has named."""
-    if isinstance(strategy, DDPStrategy):
-        if option := unusual_ddp_option(strategy):
+    if isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+        name = "ddp" if isinstance(strategy, DDPStrategy) else "auto"
+        if option := unusual_option(strategy):
             raise UserError(
-                f"Trainer(strategy=a DDPStrategy with {option}) can't be used, since Lockstep adds gradients by "
-                "itself: use strategy='ddp' or lockstep.strategies.DDP"
+                f"Trainer(strategy=a {type(strategy).__name__} with {option}) can't be used, since Lockstep has a "
+                f"strategy of its own in its place: use strategy='{name}' or one of lockstep.strategies"
             )
-        strategy = "ddp"
+        strategy = name
     if isinstance(strategy, str):
         strategy = DDP_OPTIONS.sub("", strategy.lower())
-    if isinstance(strategy, SingleDeviceStrategy) or strategy == "single_device":
+    if strategy == "single_device":
         strategy = "auto"
     if isinstance(strategy, Strategy):
         chosen = strategy

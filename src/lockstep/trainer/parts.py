@@ -109,6 +109,12 @@ def refuse_other_package(what: str, value: Any) -> None:
         )
 
 
+def refuse_compiled(stage: str, module: Any) -> None:
+    """Refuse a LightningModule that `torch.compile` has wrapped."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise UserError(f"trainer.{stage} got a compiled module: compile the network in its __init__ instead")
+
+
 def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str = "") -> None:
     """Refuse a module whose steps can't be cut into pieces, or with loaders of its own that are not used.
 

@@ -78,6 +78,7 @@ from lockstep.trainer.parts import (
     device_options,
     rank_of_replica,
     refuse_callback,
+    refuse_compiled,
     refuse_hooks,
     refuse_other_package,
     step_checks,
@@ -491,11 +492,13 @@ class Trainer(StepTrainer):
 
     def _check_module(self, module: Any) -> None:
         """Refuse a module that can't be trained in pieces."""
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            raise UserError("trainer.fit got a compiled module: compile the network in its __init__ instead")
+        refuse_compiled("fit", module)
         refuse_other_package("trainer.fit: the module", module)
         if not isinstance(module, pl.LightningModule):
             raise UserError(f"trainer.fit got a {type(module).__name__}: it must be a LightningModule")
+        for name in ("training_step", "configure_optimizers"):
+            if not callable(getattr(module, name)):
+                raise UserError(f"{type(module).__name__}.{name} is {getattr(module, name)!r}: it must be a method")
         refuse_hooks(type(module).__name__, module)
         if overrides_method(module, "configure_model", pl.LightningModule):
             module.trainer = self
@@ -541,6 +544,8 @@ class Trainer(StepTrainer):
                 stream.remembers = size
             self._check_sizes(loaders["train"], size)
             self._validate_after_batches(loaders["train"])
+            if not splits.names("val") and overrides_method(module, "validation_step", pl.LightningModule):
+                rank_zero_warn(f"{type(module).__name__}.validation_step is not called: there is no val_dataloader")
         layout, splits = self._layout(size, trains), replace(splits, loaders=loaders)
         data = StepData(splits, layout, self.seed, rank_of_replica(layout), trains=trains)
         self._datamodule = data.owner
@@ -677,9 +682,10 @@ class Trainer(StepTrainer):
                 ckpt_path = broadcast_from_rank_zero(names[0] if names else None)  # other ranks may not see the file
             with self._without_fit_only(), self.run.around_test(ckpt_path):
                 return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
-        if model is None and self.lightning_module is None:
+        refuse_compiled(stage, model)
+        module = self.lightning_module if model is None else model
+        if module is None:
             raise UserError(f"trainer.{stage} needs a module: give one")
-        module = model or self.lightning_module
         data = self._prepared_data(stage, module, loaders, None, datamodule)
         best = getattr(self.checkpoint_callback, "best_model_path", "")
         if model is None and ckpt_path is None and best:  # as Lightning does
