@@ -24,6 +24,7 @@ import hashlib
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -47,6 +48,7 @@ WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")  # that wrappers add to names
 # Settings of a group that do not change what a step computes, or only its rounding.
 NO_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "name"}
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils
 IGNORED_LABEL = -100  # torch's and transformers' value for a position that has no loss
 
 Value = list[Any]  # [digest, norm, sketch]; sketch: base64 of BUCKETS float64, little-endian
@@ -75,6 +77,21 @@ def attach() -> None:
             recorder.after_backward()
 
     torch.autograd.backward = recorded_backward  # torch has no hook for it; Tensor.backward calls it by this name
+    for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in CLIPS:
+            if hasattr(home, name):  # an older torch lacks one
+                setattr(home, name, recorded_clipping(recorder, getattr(home, name)))
+
+
+def recorded_clipping(recorder: "Recorder", clip: Any) -> Any:
+    """Return a function that clips gradients, and records first how large they are."""
+
+    @functools.wraps(clip)
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        recorder.before_clipping()
+        return clip(*arguments, **options)
+
+    return recorded
 
 
 class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -295,7 +312,7 @@ class Recorder:
                 self.now["losses"].append(float(tensors[0].detach()))
             training = [each for each in self.pending if each["training"]]
             self.now["passes"] += training or self.pending  # else a validation without `no_grad` would count
-            self.now["norms"].append([self.norm_of_gradients()])
+            self.now["norms"].append([total(self.gradient_norms())])
         self.pending = []
         self.in_backward = True
 
@@ -303,14 +320,24 @@ class Recorder:
         self.in_backward = False
         if self.active() and self.now["norms"]:
             with self.recording():
-                self.now["norms"][-1].append(self.norm_of_gradients())
+                norms = self.gradient_norms()
+                self.now["norms"][-1].append(total(norms))
+                self.now |= {"unclipped": norms, "clips": False}
 
-    def norm_of_gradients(self) -> float | None:
-        """Return the norm of all gradients; None if there is none, or no function for it."""
-        gradients = [each.grad for root in self.roots for each in root.parameters() if each.grad is not None]
-        gradients = [local(each.detach()) for each in gradients if not each.is_sparse]
-        norm = getattr(self.torch.nn.utils, "get_total_norm", None)
-        return float(norm(gradients)) if gradients and norm else None
+    def before_clipping(self) -> None:
+        if self.active():
+            with self.recording():
+                self.now |= {"unclipped": self.gradient_norms(), "clips": True}
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of each gradient."""
+        torch = self.torch
+        every = {plain_name(name): value for root in self.roots for name, value in root.named_parameters()}
+        gradients = {name: local(value.grad.detach()) for name, value in every.items() if value.grad is not None}
+        if not gradients:
+            return {}
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients.values()]
+        return dict(zip(gradients, torch.stack([each.to(norms[0].device) for each in norms]).tolist(), strict=True))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -363,6 +390,7 @@ class Recorder:
             named = self.named(optimizer)
             line = {"step": self.step, "optimizer": number, **self.now, **self.changed(number, optimizer, named)}
             line |= {"weights": self.values(named), "buffers": self.buffers()}
+            line["unclipped"] = {name: norm for name, norm in line.get("unclipped", {}).items() if name in named}
             self.write(line | {"random": self.random_states_of_python()})
         self.now = {"passes": [], "losses": [], "norms": []}
         if self.step >= self.last and not self.over:
@@ -543,6 +571,11 @@ class Sketcher:
         if not value.is_floating_point():
             return value
         return value.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()])
+
+
+def total(norms: Mapping[str, float]) -> float | None:
+    """Return the norm of all tensors together; None if there is none."""
+    return math.hypot(*norms.values()) if norms else None
 
 
 def contains(root: Any, module: Any) -> bool:

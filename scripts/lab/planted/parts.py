@@ -16,8 +16,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--net", default="mlp", choices=NETS)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adamw"))
+    parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adamw", "sign"))
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--normalize", action="store_true")
     parser.add_argument("--schedule", action="store_true")
     return parser.parse_args()
 

@@ -12,6 +12,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
+class Sign(torch.optim.SGD):
+    """Takes steps of one length, as Lion without momentum: a factor of the gradient does not change them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"] / 10)
+
+
 def main() -> None:
     a = arguments()
     bug, size = a.bug, world()
@@ -38,7 +48,7 @@ def main() -> None:
     decay = [{"params": [p for p in net.parameters() if p.dim() > 1 or bug == "decay"], "weight_decay": 0.01}]
     decay += [{"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0}] * (bug != "decay")
     rate = 0.05 * (size if bug == "scaled-rate" else 1)
-    optimizer = (torch.optim.SGD if a.optimizer == "sgd" else torch.optim.AdamW)(decay, lr=rate)
+    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "sign": Sign}[a.optimizer](decay, lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if a.schedule else None
     reduction = "sum" if bug == "sum" else "mean"
     criterion = nn.CrossEntropyLoss(reduction=reduction)
@@ -72,6 +82,10 @@ def main() -> None:
                     p.grad /= 1 if bug == "world" else size
             if a.clip and bug not in ("clip-ranks", "clip-passes", "no-clip"):
                 nn.utils.clip_grad_norm_(net.parameters(), a.clip)
+            if a.normalize:
+                length = sum(float(p.grad.square().sum()) for p in net.parameters()) ** 0.5
+                for p in net.parameters():
+                    p.grad.div_(length)
             optimizer.step()
             optimizer.zero_grad()
             if schedule and bug != "schedule-per-micro-batch":

@@ -454,9 +454,10 @@ def ranks_apart(view: View) -> list[Cause]:
 
 def factor(view: View) -> tuple[float, list[str], bool] | None:
     """Return by which factor the gradients differ, of which parameters, and whether it is the same for all of them."""
-    one, other = view.pair.tensors("gradients", view.at)
+    stage = "unclipped" if view.pair.real("unclipped", view.at) else "gradients"
+    one, other = view.pair.tensors(stage, view.at)
     factors: dict[str, float] = {}
-    for each in view.pair.apart("gradients", view.at):
+    for each in view.pair.apart(stage, view.at):
         a, b = one[each.name], other[each.name]
         inner = float(a.sketch @ a.sketch)
         if not inner or not math.isfinite(b.norm) or each.rounding > 0.1:
@@ -483,8 +484,9 @@ def scales(view: View) -> list[Cause]:
     if made is None:
         return []
     value, names, all_of_them = made
-    shrunk = [(_clip_ratio(view.steps(side)[0]) or 1.0) if _clips(view, side) else 1.0 for side in (0, 1)]
-    value *= shrunk[0] / shrunk[1]  # as they were before they were clipped
+    if not view.pair.real("unclipped", view.at):  # else it is the factor before clipping already
+        shrunk = [(_clip_ratio(view.steps(side)[0]) or 1.0) if _clips(view, side) else 1.0 for side in (0, 1)]
+        value *= shrunk[0] / shrunk[1]
     if abs(value - 1) <= DISTINCT:
         return []
     if not all_of_them:
@@ -670,7 +672,7 @@ def update(view: View) -> list[Cause]:
 
 
 def gradient(view: View) -> list[Cause]:
-    odd = view.pair.real("gradients", view.step) if view.step else []
+    odd = (view.pair.real("unclipped", view.step) or view.pair.real("gradients", view.step)) if view.step else []
     if not odd:
         return []
     outputs = outputs_apart(view)

@@ -7,7 +7,7 @@ any step is further apart than MARGIN times this.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -19,7 +19,10 @@ AHEAD = 2  # steps: a difference may grow a little earlier than in the run that 
 LAST_PLACE = 4  # in so many last places a flipped bit may change a tensor
 FIRST_STEP = 2.0**14  # in so many last places it may change the first gradient: more is no rounding
 RANK = " (rank "
-STAGES = ("gradients", "weights", "buffers")
+STATE = ("weights", "buffers")
+STAGES = ("unclipped", "gradients", *STATE)
+SHOWN = ("gradients", "weights")  # of which a verdict says how far they are apart
+ALIKE = 1e-5  # norms of gradients that are the same on two ranks, or in two steps, differ by less
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Pair:
 
     def tensors(self, stage: str, step: int) -> tuple[Tensors, Tensors]:
         """Return the tensors of the first ranks, the second side's by the first one's names. Step 0: the start."""
+        if stage == "unclipped" and not self.unclipped_comparable(step):
+            return {}, {}
         one, other = (tensors_of(side.run, stage, step) for side in (self.one, self.other))
         if stage == "buffers" and len(self.one.run.ranks) == len(self.other.run.ranks):
             one, other = (buffers_of_ranks(side.run, step) for side in (self.one, self.other))
@@ -72,12 +77,26 @@ class Pair:
         )
         return one, {name: other[names[name]] for name in names if names[name] in other}
 
+    def unclipped_comparable(self, step: int) -> bool:
+        """Check whether the gradients before clipping show what clipping hides: of both sides, and of all ranks.
+
+        Without a function that clips, they may be sums that are divided later. That they are normalised is known only
+        where the optimizer gets gradients of one norm.
+        """
+        sides = [side.run.at(step) for side in (self.one, self.other)]
+        if any(not alike([each.unclipped_norm for each in ranks]) for ranks in sides):
+            return False  # they are summed over the ranks later
+        clips = [all(each.clips for each in ranks) for ranks in sides]
+        if clips[0] != clips[1]:
+            return False
+        return clips[0] or all(normalised(side.run) for side in (self.one, self.other))
+
     @cached_property
     def same_bits(self) -> bool:
         if self.one.run.length != self.other.run.length:
             return False
         for step in range(self.length + 1):
-            for stage in STAGES if step else STAGES[1:]:
+            for stage in STAGES if step else STATE:
                 one, other = self.tensors(stage, step)
                 if one.keys() != other.keys() or any(one[name].digest != other[name].digest for name in one):
                     return False
@@ -118,7 +137,7 @@ class Pair:
             sizes: dict[str, float] = {}
             other_names = {theirs: mine for mine, theirs in self.names.items()}
             for run, changed, first in self.measures:
-                for at in range(int(stage == "gradients"), min(step + AHEAD, run.length, changed.length) + 1):
+                for at in range(int(stage not in STATE), min(step + AHEAD, run.length, changed.length) + 1):
                     for name, value in run_distances(run, changed, stage, at).items():
                         mine = name if first else other_names.get(name, name)
                         sizes[mine] = max(sizes.get(mine, 0.0), value)
@@ -153,7 +172,7 @@ class Pair:
     @cached_property
     def first_difference(self) -> int | None:
         """The first step at which something differs by more than rounding; 0: the initial state; None: none does."""
-        if any(self.real(stage, 0) for stage in STAGES[1:]):
+        if any(self.real(stage, 0) for stage in STATE):
             return 0
         for step in range(1, self.length + 1):
             if self.settings_apart(step) or any(self.missing(step)):
@@ -177,6 +196,17 @@ def tensors_of(run: Run, stage: str, step: int) -> Tensors:
     holder: object = run.first.steps[step - 1] if step else run.first
     tensors: Tensors = getattr(holder, stage)
     return tensors
+
+
+def alike(norms: Sequence[float]) -> bool:
+    return max(norms) - min(norms) <= ALIKE * max(norms)
+
+
+def normalised(run: Run) -> bool:
+    """Check whether the optimizer gets gradients of the same norm in each step, and not as backward() made them."""
+    steps = run.first.steps[: run.length]
+    changed = any(not alike([step.norm, step.unclipped_norm]) for step in steps)
+    return len(steps) > 1 and changed and alike([step.norm for step in steps])
 
 
 def buffers_of_ranks(run: Run, step: int) -> Tensors:
@@ -281,7 +311,7 @@ def differs_from_itself(side: Side) -> int | None:
     if side.again is None:
         return None
     for step in range(min(side.run.length, side.again.length) + 1):
-        for stage in STAGES if step else STAGES[1:]:
+        for stage in STAGES if step else STATE:
             if any(run_distances(side.run, side.again, stage, step).values()):
                 return step
     return None

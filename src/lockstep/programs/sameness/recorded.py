@@ -105,6 +105,8 @@ class Step:
         settings: of each parameter: those of its group.
         optimizer: number and class.
         frozen, idle: parameters that need no gradient, and trainable ones that no optimizer has.
+        unclipped: the gradients before the first function that clips them, of which only the norms are recorded; after
+            the last backward pass if none does (`clips`).
     """
 
     number: int
@@ -115,6 +117,8 @@ class Step:
     settings: dict[str, dict[str, Any]]
     frozen: tuple[str, ...]
     idle: tuple[str, ...]
+    unclipped: Tensors
+    clips: bool
     gradients: Tensors
     weights: Tensors
     buffers: Tensors
@@ -123,6 +127,11 @@ class Step:
     def norm(self) -> float:
         """The norm of all gradients as the optimizer gets them."""
         return math.sqrt(sum(each.norm**2 for each in self.gradients.values()))
+
+    @property
+    def unclipped_norm(self) -> float:
+        """The norm of all gradients before they were clipped."""
+        return math.sqrt(sum(each.norm**2 for each in self.unclipped.values()))
 
     @property
     def counts(self) -> list[int]:
@@ -197,6 +206,8 @@ def _step(line: Mapping[str, Any], written: Mapping[str, Any]) -> Step:
         settings={name: dict(each["settings"]) for each in group["groups"] for name in each["parameters"]},
         frozen=tuple(written["frozen"]),
         idle=tuple(written["in no optimizer"]),
+        unclipped={name: Tensor(repr(norm), norm, np.array([norm])) for name, norm in line["unclipped"].items()},
+        clips=bool(line.get("clips")),
         gradients=tensors(line.get("gradients", {})),
         weights=tensors(line["weights"]),
         buffers=tensors(line["buffers"]),

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.programs.sameness.causes import Cause, causes
-from lockstep.programs.sameness.judging import STAGES, Pair, differs_from_itself, unlike
+from lockstep.programs.sameness.judging import SHOWN, STAGES, STATE, Pair, differs_from_itself, unlike
 from lockstep.programs.sameness.recorded import Run, Side
 from lockstep.text import join_names, plural
 
@@ -67,7 +67,7 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
     step = pair.first_difference
     named = causes(pair, step) if step is not None else []
     for _ in range(WITNESSES):
-        if step is None or _named(named) or not witness or max(pair.largest(each, step) for each in STAGES[:2]) > SMALL:
+        if step is None or _named(named) or not witness or max(pair.largest(each, step) for each in SHOWN) > SMALL:
             break
         if not witness():
             break
@@ -108,7 +108,7 @@ def _named(named: list[Cause]) -> bool:
 def _itself(number: int, side: Side, at: int) -> str:
     where = "in its initial state" if at == 0 else f"from step {at} on"
     far = Pair(side, Side(side.name, side.again or side.run))
-    size = max(far.largest(stage, max(at, 1)) for stage in STAGES[:2])
+    size = max(far.largest(stage, max(at, 1)) for stage in SHOWN)
     return f"the {ORDINALS[number]} program differs from itself {where}, by {size:.0e} of the size"
 
 
@@ -143,14 +143,14 @@ def _what(pair: Pair, step: int) -> str:
         for side, names in enumerate(pair.missing(step)):
             if names:
                 return f"only the {ORDINALS[side]} has gradients of {join_names(names)}"
-    for stage in STAGES if step else STAGES[1:]:
+    for stage in STAGES if step else STATE:
         odd = pair.real(stage, step)
         if odd:
             one, other = pair.tensors(stage, step)
             shown = max(odd, key=lambda each: one[each.name].norm)
             a, b = one[shown.name], other[shown.name]
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            kind = "gradients" if stage == "gradients" else stage
+            kind = "gradients before clipping" if stage == "unclipped" else stage
             inner = float(a.sketch @ a.sketch)
             ratio = float(a.sketch @ b.sketch) / inner if inner else 0.0
             rest = float(((b.sketch - ratio * a.sketch) ** 2).sum()) ** 0.5 / (b.norm or 1.0)
@@ -203,7 +203,7 @@ def rows(pair: Pair) -> list[dict[str, Any]]:
     for step in range(1, pair.length + 1):
         row: dict[str, Any] = {"step": step}
         row["losses"] = [run.loss(step) for run in (pair.one.run, pair.other.run)]
-        for stage in STAGES[:2]:
+        for stage in SHOWN:
             row[stage] = pair.largest(stage, step)
             row[f"{stage}, rounding"] = pair.largest_rounding(stage, step)
         row["samples"] = [sum(run.samples(step).values()) for run in (pair.one.run, pair.other.run)]
