@@ -110,6 +110,15 @@ def test_bad_input_ends_in_a_line(code: str, tmp_path: Path) -> None:
     assert PROGRAMS[code] in run.stderr
 
 
+def test_a_folder_beside_a_command(tmp_path: Path) -> None:
+    run = forked("lockstep same", str(tmp_path), f"{PYTHON} {LOOP}")
+    assert run.returncode == 2, run
+    assert (
+        run.stderr == f"error: {tmp_path}: a run's folder is compared with another one only: give two folders, or "
+        "two commands\n"
+    )
+
+
 @pytest.mark.nightly
 def test_a_program_that_ends_early_or_hangs(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
@@ -162,7 +171,7 @@ def test_the_fixture(tmp_path: Path) -> None:
         f"def test_same(same):\n    assert same({good!r}, {good!r}, steps=1).startswith('same bits')\n"
         f"def test_different(same):\n    same({good!r}, {bad!r}, steps=1)\n"
     )
-    options = ("-q", "-p", "lockstep.pytest_plugin", "-p", "no:randomly", "-c", os.devnull)
+    options = ("-q", "-p", "no:randomly", "-c", os.devnull)
     done = subprocess.run(
         [PYTHON, "-m", "pytest", *options, str(path)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},

@@ -19,6 +19,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.programs.common.parser import parser_of
 
@@ -65,6 +66,10 @@ def main(words: list[str]) -> int:
     places = [Path(chosen.first), Path(chosen.second)]
     if all(place.is_dir() for place in places):
         return _folders(*places)
+    if folder := next((place for place in places if place.is_dir()), None):
+        raise UserError(
+            f"{folder}: a run's folder is compared with another one only: give two folders, or two commands"
+        )
     from lockstep.programs.sameness.running import Limits
     from lockstep.programs.sameness.sides import compare
 
