@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.config.value_checks import place
 from lockstep.errors import UserError
@@ -17,9 +18,9 @@ from lockstep.vision.data.labelled import PARTS
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.walk import Walk, passed_over_text
 from lockstep_streams.mds import INDEX, check_named, shards_in
-from lockstep_streams.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
+from lockstep_streams.remote_index import CONNECTIONS, Records, open_remote
 from lockstep_streams.server import REMEDY, UNKNOWN, Server, Stat, Unavailable
-from lockstep_streams.shard_cache import GIB, ShardCache, Table
+from lockstep_streams.shard_cache import GIB, ShardCache
 from lockstep_streams.shard_files import Suffixes
 from lockstep_streams.shard_index import Index, cache_folder, index_root
 from lockstep_streams.shard_scan import EXTENSIONS, scan
@@ -27,6 +28,7 @@ from lockstep_streams.shard_scan import EXTENSIONS, scan
 BRACES = re.compile(r"\{([^{}]*)\}")
 NEARLY = re.compile(r"\.(tar|parquet|mds)\.\w+$", re.IGNORECASE)  # old.tar.bak
 MOST_SHARDS = 10_000_000  # that a pattern may name
+MOST_ASKED = 10_000  # of these; of more shards, a run takes the index as it is
 
 
 class Remote:
@@ -78,44 +80,28 @@ class Remote:
         self.server = Server(base, retry_seconds)
         self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None), anew)
         named = expanded(pattern) if pattern else None
-        published = self.records.published()
-        self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
+        self.stats: Mapping[str, Stat] = self._listed(named, may_be_empty)
         unknown = [path for path, stat in self.stats.items() if stat == UNKNOWN]
-        if anew and (named is not None or not self.server.lists):
-            unknown = [*self.stats]
-        elif len(unknown) > MOST_LISTED:
+        if len(unknown) > MOST_ASKED and not anew:
             unknown = []
         if unknown:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
                 answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), unknown)
                 self.stats = {**self.stats, **dict(zip(unknown, answers, strict=True))}
         self.paths = [*self.stats]
-        self._named, self._published = named, published
 
-    def left_out(self) -> list[str]:
-        """Return the folder's shards that the pattern does not name: listed ones, else those of the index there."""
-        if self._named is None:
-            return []
-        listed = self._listed(None, None, anew=True, may_be_empty=True) if self.server.lists else self._published or {}
-        return sorted(listed.keys() - set(self._named))
-
-    def _listed(
-        self, named: Sequence[str] | None, published: dict[str, Stat] | None, anew: bool, may_be_empty: bool
-    ) -> Mapping[str, Stat]:
+    def _listed(self, named: Sequence[str] | None, may_be_empty: bool) -> Mapping[str, Stat]:
         """Return the shards with what the server says of them.
 
         Args:
             named: the paths that a pattern names; None: there is no pattern.
-            published: the shards of which there are records beside the shards; None: there are none.
-            anew, may_be_empty: of `Remote`.
+            may_be_empty: of `Remote`.
         """
         from lockstep_streams.shards import SHARD
 
         self.passed_over = ""
         if named is not None:
-            return {path: (published or {}).get(path, UNKNOWN) for path in named}
-        if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
-            return published
+            return dict.fromkeys(named, UNKNOWN)
         if self.server.lists:
             files = {
                 path: stat
@@ -145,8 +131,8 @@ class Remote:
                     shards[f"{folder}{name}"] = UNKNOWN
                     self.records.hashes[f"{folder}{name}"] = hashes
         if not shards:
-            right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
-            raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
+            right = f"give a pattern, such as {url}/train-{{000..099}}.tar"
+            raise UserError(f"shards: {url} has no list of its files that could be read: {right}")
         return shards
 
     def _description(self, path: str) -> bytes | None:
@@ -156,7 +142,7 @@ class Remote:
         except Unavailable as error:
             raise UserError(f"{self.server.url}: {error}: {REMEDY}") from error
 
-    def cache_of(self, table: Table | None) -> ShardCache:
+    def cache_of(self, table: NDArray[Any] | None) -> ShardCache:
         """Return the cache of the shards of a table. Each has its own connection."""
         remedy = f"make the index again by `lockstep index {self.data_dir}`, and start a new run"
         server = Server(self.server.url, self.retry_seconds)
@@ -185,7 +171,7 @@ class Remote:
         """
         if self.gigabytes is None:
             return
-        sizes = [images.cache.table.cached_bytes for images in index.parts.values()]  # type: ignore[attr-defined]
+        sizes = [images.cache.table["cached_bytes"] for images in index.parts.values()]  # type: ignore[attr-defined]
         largest, total = max(int(each.max()) for each in sizes), sum(int(each.sum()) for each in sizes)
         limit = f"data.cache_gb={self.gigabytes:g}"
         if largest > self.gigabytes * GIB:

@@ -59,12 +59,19 @@ class Sample(NamedTuple):
 
 @dataclass
 class Shard:
-    """The images of a shard, and the kind of their labels."""
+    """The images of a shard, and the kind of their labels. JSON keeps its fields, see `remote_index.Records`."""
 
     label_source: str  # FOLDERS or TEXTS; empty: there is no image yet
     class_names: tuple[str, ...] = ()  # the classes in order, if the shard lists them
     samples: list[Sample] = field(default_factory=list)
     passed_over: Counter[str] = field(default_factory=Counter)  # other images by kind, as of `walk.Walk`
+    highest: list[int] = field(default_factory=list)  # the highest values of some images of 16 bits
+
+    @classmethod
+    def from_json(cls, content: Any) -> "Shard":
+        """Return the shard whose fields JSON has kept."""
+        lists = {"samples": [Sample(*each) for each in content["samples"]], "class_names": (*content["class_names"],)}
+        return cls(**{**content, **lists, "passed_over": Counter(content["passed_over"])})
 
 
 def scan_tar(path: Path | str, image: Suffixes, label: str | None, source: Path) -> Shard:

@@ -5,8 +5,6 @@ with ten, and processes share its memory. tar and MDS files are read where they 
 groups of rows, and some MDS files as a whole, so their images are copied once, into a file beside the index.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -32,9 +30,10 @@ from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.walk import passed_over_text
+from lockstep_streams.locks import locked
 from lockstep_streams.mds import XXHASHES, Hashes, check_hashes
-from lockstep_streams.shard_files import GONE, IMAGES
-from lockstep_streams.shard_scan import Scanned, is_packed, scan
+from lockstep_streams.shard_files import GONE, IMAGES, Shard
+from lockstep_streams.shard_scan import is_packed, scan, stored_name
 
 VERSION = 3  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
@@ -252,10 +251,7 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
     if folder.is_dir():
         return
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # in a stranger's folder a link may point anywhere
-        with open(os.open(folder.parent / ".lock", flags, 0o666), "wb") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: several make it, and the first wins
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(folder.parent / ".lock"):  # without locks several make it, and the first wins
             if folder.is_dir():
                 return
             shutil.rmtree(new_folder, ignore_errors=True)
@@ -279,11 +275,11 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 def scan_files(
     files: Iterable[Path], options: Mapping[str, Any], images_file: IO[bytes], hashes: Mapping[Path, Hashes]
-) -> Iterator[Scanned]:
+) -> Iterator[Shard]:
     """Scan shards on the disk, check their hashes, and copy the images of packed ones to a file."""
     unchecked = set()
     for path in files:
-        scanned = Scanned.of(scan(path, options["image"], options["label"], path, images_file))
+        shard = scan(path, options["image"], options["label"], path, images_file)
         if path in hashes:
             try:
                 with open(path, "rb") as file:
@@ -291,7 +287,7 @@ def scan_files(
             except OSError as error:
                 reason = GONE if isinstance(error, FileNotFoundError) else f"can't be read ({error.strerror})"
                 raise UserError(f"{path}: {reason}") from error
-        yield scanned
+        yield shard
     warn_of_unchecked(unchecked)
 
 
@@ -304,7 +300,7 @@ def warn_of_unchecked(kinds: Collection[str]) -> None:
 
 
 def build(
-    folder: Path, shards: Mapping[str, Sequence[Any]], options: Mapping[str, Any], scanned: Iterable[Scanned]
+    folder: Path, shards: Mapping[str, Sequence[Any]], options: Mapping[str, Any], scanned: Iterable[Shard]
 ) -> None:
     """Write an index of shards to a folder.
 
@@ -327,8 +323,8 @@ def build(
     names_of_shards = ((part, f"{path}") for part, paths in shards.items() for path in paths)
     for file_number, ((part, path), shard) in enumerate(zip(names_of_shards, scanned, strict=True)):
         passed_over += shard.passed_over
-        sizes_of_shards[part].append(len(shard.names))
-        if not len(shard.names):
+        sizes_of_shards[part].append(len(shard.samples))
+        if not shard.samples:
             continue
         first = first or (path, shard.label_source, shard.class_names)
         first_path, label_source, class_names = first
@@ -338,15 +334,14 @@ def build(
         if shard.class_names != class_names:
             wanted = "all shards must list the same classes in the same order, or none"
             raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
-        for number, label in enumerate(shard.labels):
+        for label, name in {each.label: each.name for each in reversed(shard.samples)}.items():
             if len(label) > MAX_LABEL or len(clean(label).splitlines()) > 1:
-                name = os.fsdecode(shard.names[shard.label_of == number][0])
                 wanted = f"it must be one line of at most {MAX_LABEL} characters"
                 raise UserError(f"{path}: the label of {name} is no class: {wanted}")
-        numbers = np.array([label_numbers.setdefault(label, len(label_numbers)) for label in shard.labels])
-        places = np.empty(len(shard.names), dtype=PLACE)
-        places["file"], places["start"], places["size"] = file_number, shard.starts, shard.sizes
-        rows[part].append((shard.names, numbers[shard.label_of], places))
+        names = np.array([stored_name(each.name) for each in shard.samples], np.bytes_)
+        numbers = np.array([label_numbers.setdefault(each.label, len(label_numbers)) for each in shard.samples])
+        places = np.array([(file_number, each.start, each.size) for each in shard.samples], PLACE)
+        rows[part].append((names, numbers, places))
     for part, paths in shards.items():
         if not rows[part]:
             known = passed_over_text(passed_over, IMAGES) or f"known are {', '.join(IMAGES)}"

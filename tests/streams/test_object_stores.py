@@ -1,8 +1,8 @@
 """Shards on a server: any driver of fsspec, one result, a cache that is checked, and faults that end in one line."""
 
 import errno
+import fcntl
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
@@ -20,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import composed
@@ -209,11 +209,11 @@ def test_a_server_without_ranges_is_read_all_the_same(
 def test_an_index_with_a_wrong_size_ends_in_a_line(web: WebServer, tmp_path: Path) -> None:
     part = opened(web.url + NAMES, **EACH).train
     cache = cache_of(part)
-    sizes = cache.table.cached_bytes.copy()
-    sizes[0] += 5
-    cache.table = replace(cache.table, cached_bytes=sizes)
+    cache.table = np.array(cache.table)
+    size = int(cache.table["cached_bytes"][0])
+    cache.table["cached_bytes"][0] += 5
     line = refusal_of(cache.read, 0, 0, 9)
-    assert f"{web.url}/train-00000.tar: has {sizes[0] - 5:,} bytes, and the index states {sizes[0]:,}: make " in line
+    assert f"{web.url}/train-00000.tar: has {size:,} bytes, and the index states {size + 5:,}: make " in line
     assert not [*cache.folder.rglob("*.part")]
 
 
@@ -276,38 +276,6 @@ def test_a_shard_that_others_can_write_is_hashed_once(web: WebServer, monkeypatc
     assert len(hashed) <= 1
 
 
-def test_what_another_user_has_left_half_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = tmp_path / "x.part"
-    part.write_bytes(b"half")
-    left, opens = part.stat().st_ino, os.open
-
-    def of_another_user(path: Any, flags: int, *arguments: Any) -> int:
-        if path == part and flags & os.O_RDWR and part.exists() and part.stat().st_ino == left:
-            raise PermissionError(errno.EACCES, "no")
-        return opens(path, flags, *arguments)
-
-    monkeypatch.setattr(os, "open", of_another_user)
-    with shard_cache.locked(part, 0o644) as file:
-        assert file.read() == b""
-
-
-def test_a_file_of_another_user_in_a_folder_as_tmp_is_locked_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linux refuses O_CREAT for it (fs.protected_regular), though all may write it."""
-    file, opens = tmp_path / "room.lock", os.open
-    file.write_bytes(b"1 2\n")
-
-    def protected(path: Any, flags: int, *arguments: Any) -> int:
-        if path == file and flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, "no")
-        return opens(path, flags, *arguments)
-
-    monkeypatch.setattr(os, "open", protected)
-    with shard_cache.locked(file) as opened_file:
-        assert opened_file.writable()
-
-
 def test_a_new_shard_that_arrives_damaged_twice_is_refused(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two times the same bytes with another MD5 are right: their ETag is no MD5."""
     read = servers.Server._range
@@ -332,109 +300,54 @@ def test_a_new_shard_that_arrives_damaged_twice_is_refused(web: WebServer, monke
         opened(web.url + NAMES, **EACH)
 
 
-def test_half_a_shard_of_a_killed_process_is_completed(web: WebServer, tmp_path: Path) -> None:
-    data = opened(web.url + NAMES, **EACH).train
-    cache = cache_of(data)
+@pytest.mark.parametrize("age", [60, 2 * shard_cache.ABANDONED])
+def test_half_a_shard_of_a_killed_process_goes_when_room_is_needed(web: WebServer, age: int) -> None:
+    """One that a process may still write stays."""
+    cache = cache_of(opened(web.url + NAMES, **EACH).train)
     known = cache.known(0)
-    path = cache.path(known)
-    half = path.read_bytes()[:5000]
-    path.unlink()
-    (cache.folder / f"{known.sha256}.{known.stat[0]}.part").write_bytes(half)
-    web.sent.clear()
-    assert len(samples(data)) == 42
-    assert web.sent[known.path] == known.stat[0] - 5000
-    path.unlink()
-    (cache.folder / f"{known.sha256}.{known.stat[0]}.part").write_bytes(bytes(5000))  # another's half
-    assert len(samples(opened(web.url + NAMES, **EACH).train)) == 42
-    assert not [*cache.folder.rglob("*.part")]
+    half = cache.folder / f"{known.sha256}-of_another.part"
+    half.write_bytes(cache.path(known).read_bytes()[:5000])
+    os.utime(half, (time.time() - age,) * 2)
+    cache.path(known).unlink()
+    cache.gigabytes = known.cached_bytes / shard_cache.GIB
+    assert cache.read(0, 257, 5) == b"ustar"
+    assert half.exists() == (age == 60)
 
 
-def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> None:
+def test_a_limit_removes_what_was_used_longest_ago(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     part = opened(web.url + NAMES, **EACH, window=1).train
     cache = cache_of(part)
-    sizes = cache.table.cached_bytes.tolist()
-    forget(tmp_path)
-    cache.gigabytes = (sum(sizes) - 100) / shard_cache.GIB
-    web.latency = 0.01
+    monkeypatch.setattr(shard_cache, "NOTED_EVERY", 0)
 
-    def step(number: int, *needs: tuple[int, int]) -> None:
-        cache.will_need(number, [ShardNeed(shard, first, first + 5) for shard, first in needs])
+    def kept() -> list[bool]:
+        return [cache.path(cache.known(number)).exists() for number in range(3)]
 
-    step(0, (0, 0), (1, 6))
-    cache.read(0, 0, 9)
+    for number in (2, 0, 1):
+        cache.read(number, 0, 9)
+    cache.path(cache.known(1)).unlink()
+    cache.gigabytes = (int(cache.table["cached_bytes"].sum()) - 100) / shard_cache.GIB
     cache.read(1, 0, 9)
-    wait_until(lambda: not cache._process.futures)
-    step(3, (1, 6), (2, 12), (0, 100))
+    assert kept() == [True, True, False]
+    cache.read(0, 0, 9)
     cache.read(2, 0, 9)
-    assert [cache.path(cache.known(number)).exists() for number in range(3)] == [False, True, True]
-    step(9, (0, 14), (2, 12), (1, 90))
-    cache.read(0, 0, 9)
-    assert [cache.path(cache.known(number)).exists() for number in range(3)] == [True, False, True]
+    assert kept() == [True, False, True]
 
 
-def fill(folder: Path, count: int, size: int) -> None:
-    """Write shards of other runs into a cache, used one second after the other."""
-    for number in range(count):
-        path = folder / f"{number % 256:02x}" / f"{number % 256:02x}{number:062x}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        os.truncate(path, size)
-        os.utime(path, (number, number))
-
-
-@pytest.mark.parametrize("spare", [shard_cache.SPARE, 0.0])
-def test_fetches_into_a_full_cache_of_many_shards_do_not_count_them_all(
-    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: float
-) -> None:
-    """Of 60 fetches three count the 1,000 files; the control, without spare room, counts them each time."""
-    part = opened(web.url + NAMES, **EACH, window=1).train
-    cache = cache_of(part)
-    size = int(cache.table.cached_bytes.max())
+def test_what_is_needed_sooner_is_not_removed_for_what_is_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
+    cache = cache_of(opened(web.url + NAMES, **EACH, window=1).train)
     forget(tmp_path)
-    fill(cache.folder, 1000, size)
-    cache.gigabytes = 1000 * size / shard_cache.GIB
-    monkeypatch.setattr(shard_cache, "SPARE", spare)
-    counts: list[int] = []
-    count = shard_cache.ShardCache._cached_files
+    cache.gigabytes = (int(cache.table["cached_bytes"].sum()) - 100) / shard_cache.GIB
 
-    def counting(self: Any) -> Any:
-        counts.append(len(files := count(self)))
-        return files
+    def announced(*shards: int) -> set[int]:
+        cache.will_need(0, [ShardNeed(shard, first, first + 5) for first, shard in enumerate(shards)])
+        wait_until(lambda: not cache._process.wanted and not cache._process.futures)
+        return {number for number in range(3) if cache.path(cache.known(number)).exists()}
 
-    monkeypatch.setattr(shard_cache.ShardCache, "_cached_files", counting)
-    for _ in range(60):
-        cache.read(0, 0, 9)
-        path = cache.path(cache.known(0))
-        path.rename(path.with_name(f"{time.monotonic_ns():064x}"))  # as another shard
-    assert len(counts) == (3 if spare else 60)
-    left = {path.name for path in cached(tmp_path)}
-    assert len(left) <= 1000
-    assert {f"{number % 256:02x}{number:062x}" for number in range(66, 1000)} <= left  # those used last
-
-
-def test_the_size_of_a_cache_is_counted_again_after_a_while(
-    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody else may have written to it, or another user's process that can't make its note."""
-    part = opened(web.url + NAMES, **EACH, window=1).train
-    cache = cache_of(part)
-    sizes = cache.table.cached_bytes
-    forget(tmp_path)
-    cache.gigabytes = 2.5 * int(sizes.max()) / shard_cache.GIB
+    assert len(first := announced(0, 1, 2)) == 2  # the third waits until it is needed
+    assert 0 in first
+    assert announced(2, 1) == {1, 2}  # the control: no process has announced the other one
     cache.read(0, 0, 9)
-    room = cache.folder / shard_cache.ROOM
-    assert room.read_text().startswith(f"{sizes[0]} ")
-    assert room.stat().st_mode & 0o777 == 0o666
-    fill(cache.folder, 1, 2 * int(sizes.max()))
-    monkeypatch.setattr(shard_cache, "COUNT_AGAIN", 0)
-    cache.read(1, 0, 9)
-    assert len(cached(tmp_path)) == 2  # what was written by somebody else is gone
-    monkeypatch.undo()
-    for damaged in (b"", b"x" * 200, b"-5 9\n", b"9 99999999999999\n"):
-        room.write_bytes(damaged)
-        cache.path(cache.known(1)).unlink()
-        cache.read(1, 0, 9)
-        assert room.read_text().startswith(f"{sizes[:2].sum()} ")
+    assert cache.path(cache.known(2)).exists()  # it is needed first
 
 
 def test_a_cache_below_what_the_pieces_of_a_machine_read_is_named_with_the_right_size(web: WebServer) -> None:
@@ -457,25 +370,6 @@ def test_a_cache_below_what_the_pieces_of_a_machine_read_is_named_with_the_right
     assert note(2 * sizes[-1], num_nodes=2) == ""  # a piece for each machine
     assert "the pieces of a machine (3) read" in note(2 * sizes[-1], pieces=4, num_nodes=2, shares=(3.0, 1.0))
     assert note(None) == note(sum(sizes) * 2, window=None) == ""
-
-
-def test_a_list_that_was_removed_is_written_again_and_others_count(web: WebServer) -> None:
-    parts = [opened(web.url + NAMES, **EACH, window=1).train for _ in range(2)]
-    one, other = map(cache_of, parts)
-    keys = [int(one.known(number).sha256[:16], 16) for number in range(3)]
-    one._write_plan(one._process, 0, [ShardNeed(0, 3, 4)])
-    other._write_plan(other._process, 0, [ShardNeed(1, 5, 6)])
-    first, second = (cache._next_uses() for cache in (one, other))
-    assert first.keys() == second.keys() == {*keys[:2]}
-    os.unlink(one._process.plan.name)
-    assert one._next_uses().keys() == {keys[1]}  # not none at all
-    one._write_plan(one._process, 1, [ShardNeed(2, 3, 4)])
-    assert other._next_uses().keys() == {*keys[1:]}
-    plan = Path(one._process.plan.name)
-    one._process.plan.close()  # its process has ended
-    one._process.plan = None
-    assert other._next_uses().keys() == {keys[1]}
-    assert not plan.exists()
 
 
 def wait_until(what: Any, seconds: float = 20) -> None:
@@ -625,31 +519,12 @@ def test_a_shard_without_a_version_is_read_again_for_a_new_index(web: WebServer)
 
     def sha256s() -> list[str]:
         remote = Remote(web.url + NAMES, {"image": None, "label": "label"}, retry_seconds=1, anew=True)
-        return [each.known.sha256 for each in remote.records.all(remote.stats)]
+        return [known.sha256 for known, _ in remote.records.all(remote.stats)]
 
     before = sha256s()
     assert sha256s() == before
     flip(web.folder / "train-00001.tar")
     assert [one == other for one, other in zip(sha256s(), before, strict=True)] == [True, False, True, True, True, True]
-
-
-def test_another_index_beside_the_shards_is_used(web: WebServer, tmp_path: Path) -> None:
-    """By machines that have records and an index of their own, though the server tells no version."""
-    web.versions = False
-    before = opened(web.url + NAMES, **EACH)
-    flip(web.folder / "train-00001.tar")
-    options = {"image": None, "label": "label"}
-    remote = Remote(web.url + NAMES, options, retry_seconds=1, anew=True, index_dir=str(tmp_path / "other"))
-    remote.records.server.write = lambda path, local: copy_to(web.folder / path, local)  # type: ignore[method-assign]
-    remote.records.publish([*remote.records.all(remote.stats)])
-    after = opened(web.url + NAMES, **EACH)
-    assert after.content != before.content
-    assert not same(after.train, before.train)
-
-
-def copy_to(target: Path, source: Any) -> None:
-    target.parent.mkdir(exist_ok=True)
-    shutil.copy(source, target)
 
 
 def test_a_full_disk_ends_in_a_line(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,7 +586,7 @@ def test_what_a_full_disk_took_half_is_not_written_twice(
     web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = cache_of(opened(web.url + NAMES, **EACH).train)
-    monkeypatch.setattr(shard_cache.ShardCache, "_remove_unneeded", lambda self, size: True)
+    monkeypatch.setattr(shard_cache.ShardCache, "_remove_oldest", lambda self, *arguments: 0.0)
     pwrite, calls = os.pwrite, itertools.count()
 
     def full_at_second(file: int, content: Any, start: int) -> int:
@@ -1092,15 +967,15 @@ def test_without_locks_two_processes_never_write_one_file(
     def no_locks(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(shard_cache.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     web.latency = 0.1
     parts = set()
     complete = shard_cache.ShardCache._complete
 
-    def noted(self: Any, known: Any, temporary: Path, *arguments: Any) -> Any:
-        assert temporary not in parts
-        parts.add(temporary)
-        return complete(self, known, temporary, *arguments)
+    def noted(self: Any, known: Any, file: Any, *arguments: Any) -> Any:
+        assert file.name not in parts
+        parts.add(file.name)
+        return complete(self, known, file, *arguments)
 
     monkeypatch.setattr(shard_cache.ShardCache, "_complete", noted)
     others = [opened(web.url + NAMES, **EACH).train for _ in range(3)]
@@ -1114,65 +989,6 @@ def test_without_locks_two_processes_never_write_one_file(
     for each in results:
         assert all(torch.equal(a[0], b[0]) for a, b in zip(each, expected, strict=True))
     assert not [*(tmp_path / "cache").rglob("*.part")]
-
-
-def test_without_locks_what_a_process_has_left_goes_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*arguments: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(shard_cache.fcntl, "flock", no_locks)
-    for age, is_gone in ((60, False), (2 * shard_cache.ABANDONED, True)):
-        part, plan = tmp_path / f"{'0' * 64}.9.part", tmp_path / "plan"
-        for path in (part, plan):
-            path.touch()
-            os.utime(path, (time.time() - age,) * 2)
-        assert shard_cache.removed(str(part)) == is_gone
-        assert part.exists() != is_gone
-        assert shard_cache.is_free(str(plan)) == is_gone
-
-
-def test_damaged_records_beside_the_shards_are_refused(web: WebServer) -> None:
-    opened(web.url + NAMES, **EACH)
-    (key,) = {path.name for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("records-*")}
-    beside = web.folder / ".index" / f"{key}.json"
-    beside.parent.mkdir()
-    for content in (b"{", b"[]", json.dumps({"shards": 3}).encode()):
-        beside.write_bytes(content)
-        assert f".index/{key}: damaged (" in refusal_of(opened, web.url + NAMES, **EACH)
-
-
-@pytest.mark.parametrize("damaged", ["json", "shards", "images"])
-def test_a_new_index_replaces_damaged_records(web: WebServer, tmp_path: Path, damaged: str) -> None:
-    before = opened(web.url + NAMES, **EACH)
-    options = {"image": None, "label": "label"}
-
-    def publish(index: str) -> None:
-        remote = Remote(
-            web.url + NAMES, options, str(tmp_path / index), None, 1, index_dir=str(tmp_path / index), anew=True
-        )
-        remote.records.server.write = lambda path, local: copy_to(web.folder / path, local)  # type: ignore[method-assign]
-        remote.records.publish([*remote.records.all(remote.stats)])
-
-    def again(place: str) -> Any:
-        return opened(web.url + NAMES, **EACH, cache=str(tmp_path / place), index_dir=str(tmp_path / place))
-
-    publish("first")
-    assert again("a").content == before.content
-    names = files_in(web.folder / ".index")
-    (name,) = (name for name in names if damaged in name)
-    content = bytearray((web.folder / ".index" / name).read_bytes())
-    content[len(content) // 2 :] = b"?" * (len(content) - len(content) // 2)
-    (web.folder / ".index" / name).write_bytes(content)
-    assert ".index/" in refusal_of(again, "b")
-    publish("second")
-    assert again("c").content == before.content
-    assert files_in(web.folder / ".index") == names
-    flip(web.folder / "train-00001.tar")
-    publish("third")
-    assert again("d").content != before.content
-    assert {*files_in(web.folder / ".index")} > {*names}  # one that reads the description of before finds its files
 
 
 def test_machines_that_read_other_shards_do_not_start(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`lockstep index` and `lockstep shards`: what they write, that they go on, and what a run finds."""
+"""`lockstep index` and `lockstep shards`: what they write, that they go on, and what a run reads."""
 
 import io
 import shutil
@@ -16,7 +16,7 @@ from store_servers import WebServer, client, files_in, s3_server
 from written_shards import write_folder, write_shards, write_tar
 
 from lockstep.data.build import open_data
-from lockstep_streams import remote_index, server
+from lockstep_streams import remote_index, server, shard_cache
 from lockstep_streams.programs import index, shards
 
 pytestmark = pytest.mark.usefixtures("servers")
@@ -67,13 +67,11 @@ def test_a_folder_becomes_shards_that_train_as_the_folder(
     monkeypatch.setattr(shards, "MIB", 1 << 13)
     assert shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP]) == 0
     made = contents(s3, "made")
-    names = [name for name in made if not name.startswith(".")]
+    names = [*made]
     assert {name.partition("-")[0] for name in names} == {"train", "test"}
     assert len(names) > 3
-    assert f"{len(names)} shards with 54 images in s3://images/made, their index in .index/" in capsys.readouterr().out
-    with monkeypatch.context() as patch:  # the index is read, and not made
-        patch.setattr(remote_index.Records, "_made", lambda *arguments: pytest.fail("indexed again"))
-        remote = opened("s3://images/made")
+    assert f"{len(names)} shards with 54 images in s3://images/made\n" in capsys.readouterr().out
+    remote = opened("s3://images/made")
     assert same(remote.train, opened(folder, "image_folder").train)
     assert not same(remote.train, opened(folder, "image_folder").test)
 
@@ -165,7 +163,7 @@ def test_an_index_of_several_kinds_of_images(tmp_path: Path, s3: dict[str, str])
     options: dict[str, Any] = {"image": ["png", "webp"], "label": None}
     (tmp_path / "webp" / "a.tar").unlink()
     assert len(opened(url, **options).train) == 8
-    assert [key for key in contents(s3, "webp") if key.startswith(".index/")] != []
+    assert contents(s3, "webp").keys() == {"a.tar"}
 
 
 def test_webdataset_reads_the_shards(folder: Path, tmp_path: Path) -> None:
@@ -185,11 +183,9 @@ def test_the_same_shards_as_mds(folder: Path, tmp_path: Path, s3: dict[str, str]
     assert {"test/index.json", "test/shard.00000.mds", "train/index.json", "train/shard.00004.mds"} <= {*names}
     assert sum(name.endswith(".mds") for name in names) == len(files_in(tmp_path / "tar"))
     made = contents(s3, "as_mds")
-    assert [name for name in made if not name.startswith(".")] == names
+    assert [*made] == names
     assert all((tmp_path / "mds" / name).read_bytes() == made[name] for name in names)
-    with monkeypatch.context() as patch:  # the index beside the shards is read, and none is made
-        patch.setattr(remote_index.Records, "_made", lambda *arguments: pytest.fail("indexed again"))
-        remote = opened("s3://images/as_mds", window=2)
+    remote = opened("s3://images/as_mds", window=2)
     tar = opened(tmp_path / "tar", window=2)
     assert remote.spec.classes == tar.spec.classes == ("cat", "dog", "eel")
     for other in (remote, opened(tmp_path / "mds", window=2)):
@@ -205,7 +201,7 @@ def test_the_same_shards_as_mds(folder: Path, tmp_path: Path, s3: dict[str, str]
     )
 
 
-def test_an_index_goes_on_and_is_beside_the_shards(
+def test_an_index_goes_on_and_serves_runs(
     folder: Path,
     tmp_path: Path,
     s3: dict[str, str],
@@ -217,70 +213,46 @@ def test_an_index_goes_on_and_is_beside_the_shards(
     made = write_shards(folder, tmp_path / "tar", "tar")
     url = upload(made, s3, "indexed")
     fetched: list[str] = []
-    original = remote_index.Records._made
+    most = [2]
+    original = shard_cache.ShardCache.fetch_new
 
-    def counted(self: Any, path: str, stat: Any) -> Any:
-        if len(fetched) == 2:
+    def counted(self: Any, path: str, *arguments: Any) -> Any:
+        if len(fetched) == most[0]:
             raise KeyboardInterrupt
         fetched.append(path)
-        return original(self, path, stat)
+        return original(self, path, *arguments)
 
     monkeypatch.setattr(remote_index, "CONNECTIONS", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(remote_index.Records, "_made", counted)
-        with pytest.raises(KeyboardInterrupt):
-            index.main([url])
-
-    def uninterrupted(self: Any, path: str, stat: Any) -> Any:
-        fetched.append(path)
-        return original(self, path, stat)
-
-    monkeypatch.setattr(remote_index.Records, "_made", uninterrupted)
-    assert index.main([url]) == 0
+    monkeypatch.setattr(shard_cache.ShardCache, "fetch_new", counted)
+    shared = str(tmp_path / "shared")
+    with pytest.raises(KeyboardInterrupt):
+        index.main([url, "--index-dir", shared])
+    most[0] = 99
+    assert index.main([url, "--index-dir", shared]) == 0
     assert len(fetched) == len(set(fetched)) == 6
-    assert "6 shards with 54 images; the index is beside them: s3://images/indexed/.index/" in capsys.readouterr().out
+    assert f"6 shards with 54 images; what a run needs to know of them is in {shared}/" in capsys.readouterr().out
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other_machine"))
-    assert opened(url).fingerprint == opened(made).fingerprint
+    assert opened(url, index_dir=shared).fingerprint == opened(made).fingerprint
     assert len(fetched) == 6
     client(s3).delete_object(Bucket="images", Key="indexed/train-00001.tar")
-    assert len(opened(url).train) == 28  # the list decides, not the index
+    assert len(opened(url, index_dir=shared).train) == 28  # the list decides, not the index
+    damaged = [*Path(shared).rglob("records-*/*.json")]
+    for file, content in zip(damaged, (b"", b"{}", b'{"known": 3', b"[]", b'{"known": {"path": 1}}'), strict=False):
+        file.write_bytes(content)
+    index.main([url, "--index-dir", shared])  # what is damaged is read again
+    assert len(opened(url, index_dir=shared).train) == 28
 
 
-def test_an_index_of_a_part_of_the_shards_is_refused(
-    folder: Path, tmp_path: Path, s3: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from store_servers import upload
-
-    made = write_shards(folder, tmp_path / "tar", "tar")
-    url = upload(made, s3, "partly")
-    assert "partly has 4 shards more (" in refusal_of(index.main, [f"{url}/train-{{00000..00001}}.tar"])
-    assert not any(".index" in name for name in contents(s3, "partly"))
-    assert index.main([f"{url}/{{train,test}}-{{00000..00002}}.tar"]) == 0
-    shutil.copytree(made, tmp_path / "web")
-    for name, content in contents(s3, "partly").items():
-        (tmp_path / "web" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "web" / name).write_bytes(content)
-    web = WebServer(tmp_path / "web")  # it lists nothing, but has the index
-    assert "has 5 shards more (" in refusal_of(index.main, [f"{web.url}/train-{{00000..00000}}.tar", *KEEP])
-    assert index.main([f"{web.url}/{{train,test}}-{{00000..00002}}.tar", *KEEP]) == 0
-    web.stop()
-
-
-def test_an_index_of_a_server_that_cannot_be_written(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_index_asks_about_each_shard(folder: Path, tmp_path: Path) -> None:
     web = WebServer(write_shards(folder, tmp_path / "tar", "tar"))
     url = f"{web.url}/{{train,test}}-{{00000..00002}}.tar"
     index.main([url, *KEEP])
-    output = capsys.readouterr()
-    assert "the index can't be written beside the shards" in output.err
-    assert "6 shards with 54 images; the index stays in " in output.out
     requests = web.requests["train-00000.tar"]
     assert len(opened(url).train) == 42
     assert web.requests["train-00000.tar"] == requests
     replaced = (web.folder / "train-00000.tar").read_bytes()
     (web.folder / "train-00001.tar").write_bytes(replaced)
-    index.main([url, *KEEP])  # asks about each shard
+    index.main([url, *KEEP])
     assert opened(url).train[0][0].shape == (3, 12, 12)
     assert web.requests["train-00000.tar"] == requests
     web.stop()

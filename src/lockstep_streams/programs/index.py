@@ -1,26 +1,23 @@
-"""Make the index of shards on a server, and write it beside them:
+"""Make the index of shards on a server before a run does:
 
     lockstep index s3://bucket/images
-    lockstep index 'https://host/images/train-{00000..00999}.tar' --label class
+    lockstep index 'https://host/images/train-{00000..00999}.tar' --label class --index-dir /scratch/indexes
 
-A run that finds it there needs neither to list nor to read the shards first. Each shard is fetched once, several at a
-time, and checked by its size and, where the server has one, its MD5. A program that was interrupted goes on where it
-was, and after shards were added or replaced only those are fetched. Where the server can't be written, the index stays
-on this machine (`--index-dir`), and its runs use it.
+Each shard is fetched once, several at a time, and checked by its size and, where the server has one, its MD5. A program
+that was interrupted goes on where it was, and after shards were added or replaced only those are fetched. Runs with the
+same data.index_dir use the index, so one in a shared folder serves all machines.
 
 Exit codes: 0 made, 2 bad input, or a server that fails.
 """
 
 import argparse
 import shutil
-import sys
 
 from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
-from lockstep.text import is_url, join_names, plural
+from lockstep.text import is_url, plural
 from lockstep_streams.remote import Remote
-from lockstep_streams.server import Unavailable
 from lockstep_streams.shard_index import digest, index_root
 from lockstep_streams.shards import checked_suffixes, parts_of
 
@@ -42,7 +39,7 @@ def main(words: list[str]) -> int:
     """Make the index. Return the exit code.
 
     Raises:
-        UserError: the URL is none, a pattern leaves shards out, or a shard can't be read or has no images.
+        UserError: the URL is none, or a shard can't be read or has no images.
     """
     chosen = parser().parse_args(words)
     url = place(chosen.url)
@@ -53,23 +50,13 @@ def main(words: list[str]) -> int:
     image = chosen.image.split(",") if "," in (chosen.image or "") else chosen.image
     options = {"image": checked_suffixes(image), "label": None if chosen.label == "null" else chosen.label}
     remote = Remote(url, options, chosen.cache, chosen.cache_gb, chosen.retry_seconds, chosen.index_dir, anew=True)
-    if left_out := remote.left_out():  # a run that names no pattern takes the index for the whole folder
-        raise UserError(
-            f"lockstep index {url}: {remote.server.url} has {plural(len(left_out), 'shard')} more "
-            f"({join_names(left_out, 2)}), which the index beside the shards would lack: index the whole folder"
-        )
     of_part = parts_of(url, remote.paths)
-    names = [name for part in of_part.values() for name in part]
-    records = [*remote.records.all({name: remote.stats[name] for name in names})]
-    counts = f"{plural(len(records), 'shard')} with {plural(sum(len(each.images.names) for each in records), 'image')}"
     folder = index_root(chosen.index_dir) / digest(url)[:16]
     for made_before in folder.glob("shards-*"):  # of shards that may have been replaced
         shutil.rmtree(made_before, ignore_errors=True)
-    try:
-        remote.records.publish(records)
-        print(f"{counts}; the index is beside them: {remote.server.url}/{remote.records.beside}.json")
-    except (Unavailable, NotImplementedError) as error:  # hf:// may be read-only
-        where = remote.records.folder
-        print(f"the index can't be written beside the shards ({error or 'it is read-only'})", file=sys.stderr)
-        print(f"{counts}; the index stays in {where}, for the runs of this machine")
+    images = 0
+    for _, shard in remote.records.all({name: remote.stats[name] for part in of_part.values() for name in part}):
+        images += len(shard.samples)
+    counts = f"{plural(sum(map(len, of_part.values())), 'shard')} with {plural(images, 'image')}"
+    print(f"{counts}; what a run needs to know of them is in {remote.records.folder}")
     return 0

@@ -1,4 +1,4 @@
-"""Write images as shards, in a folder or below a URL, with their index:
+"""Write images as shards, in a folder or below a URL:
 
     lockstep shards images s3://bucket/images
     lockstep shards images.csv /scratch/shards --megabytes 256
@@ -43,9 +43,7 @@ from lockstep.vision.data import image_folder, image_list
 from lockstep.vision.data.labelled import PARTS
 from lockstep_streams.mds import MOST_BYTES, index_of, write_mds
 from lockstep_streams.remote import Remote
-from lockstep_streams.remote_index import Record
-from lockstep_streams.server import REMEDY, UNKNOWN, Unavailable, digest_of, states
-from lockstep_streams.shard_cache import Known
+from lockstep_streams.server import UNKNOWN, Unavailable, digest_of, states
 from lockstep_streams.shard_files import IMAGES
 from lockstep_streams.shards import SHARD
 
@@ -127,7 +125,8 @@ def main(words: list[str]) -> int:
         for number, done in enumerate(pool.map(lambda item: writer(*item), shards.items())):
             print(f"{number + 1} of {len(shards)}: {done}", file=sys.stderr)
     counts = f"{plural(len(shards), 'shard')} with {plural(sum(map(len, shards.values())), 'image')}"
-    print(f"{counts} in {target}{writer.finish()}")
+    writer.finish()
+    print(f"{counts} in {target}")
     return 0
 
 
@@ -290,22 +289,21 @@ class Folder:
             link_file(made, self.folder / name)
         return f"{name} written"
 
-    def finish(self) -> str:
-        """Write what the format needs. Return what to add to the last line: a run makes the index of a folder."""
+    def finish(self) -> None:
+        """Write what the format needs."""
         for path, content in self.kind.indexes(self.shards).items():
             write(self.folder / path, content)
-        return ""
 
 
 class Store:
-    """Writes shards below a URL, and their index at the end."""
+    """Writes shards below a URL."""
 
     def __init__(self, url: str, kind: Format, retry_seconds: float) -> None:
         self.kind = kind
         self.remote = Remote(
             url, {"image": None, "label": "label"}, retry_seconds=retry_seconds, anew=True, may_be_empty=True
         )
-        self.records: dict[str, Record] = {}
+        self.shards: dict[str, tuple[int, int]] = {}  # see `Format.indexes`
 
     def names(self) -> list[str]:
         """Return the shards that are there."""
@@ -319,16 +317,15 @@ class Store:
             with open(made, "w+b") as file:
                 self.kind.write(file, images)
                 file.flush()
-                sha256, size = digest_of(file, "sha256"), os.fstat(file.fileno()).st_size
+                size = os.fstat(file.fileno()).st_size
                 old_size, version = self.remote.stats.get(name, UNKNOWN)
                 is_present = old_size == size and states(version, file)
-                scanned, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
             if not is_present:
                 self._write(name, made)
         stat = server.tried(partial(server.stat, name), f"{server.url}/{name}")
         if stat[0] != size:
             raise UserError(f"{server.url}/{name}: has {stat[0]:,} bytes and not {size:,}: start the program again")
-        self.records[name] = Record(Known(name, stat, size, sha256), scanned, highest)
+        self.shards[name] = size, len(images)
         return f"{name} {'is there' if is_present else 'written'}"
 
     def _write(self, name: str, file: Path) -> None:
@@ -344,20 +341,13 @@ class Store:
             why = str(error) or "the server is read-only"
             raise UserError(f"{server.url}/{name}: can't be written: {why}") from error
 
-    def finish(self) -> str:
-        """Write the index, and what the format needs. Return what to add to the last line."""
-        records = self.remote.records
-        of_shards = {name: (each.known.stat[0], len(each.images.names)) for name, each in self.records.items()}
+    def finish(self) -> None:
+        """Write what the format needs."""
         with tempfile.TemporaryDirectory() as scratch:
             made = Path(scratch, "index")
-            for path, content in self.kind.indexes(of_shards).items():
+            for path, content in self.kind.indexes(self.shards).items():
                 made.write_bytes(content)
                 self._write(path, made)
-        try:
-            records.publish([self.records[name] for name in sorted(self.records)])
-        except Unavailable as error:
-            raise UserError(f"{self.remote.server.url}: the index can't be written: {error}: {REMEDY}") from error
-        return f", their index in {records.beside}.json"
 
 
 def same_content(one: Path, other: Path) -> bool:
