@@ -59,7 +59,7 @@ def _keys(of: str) -> str:
         return _front_page("train", 2)
     if of == "the groups":
         return _groups()
-    return "\n\n".join(f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if _page(name))
+    return "\n\n".join(f"### {name}\n\n{_front_page(name, 4)}" for name in PROGRAMS if _page(name))
 
 
 def _page(name: str) -> Path | None:

@@ -1,7 +1,7 @@
 """The public names of Lockstep: one training step on any layout.
 
 A project and notebooks import from here, `lockstep.testing` and `lockstep.vision` only: `from lockstep import train`.
-docs/use/python.md describes each name. Everything else in the package is internal.
+docs/use/train.md describes each name. Everything else in the package is internal.
 """
 
 import importlib

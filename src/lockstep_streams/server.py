@@ -265,7 +265,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         package = DRIVERS.get(protocol, error.name or protocol)
         raise UserError(f"{url}: {protocol}:// needs {package}: pip install {package}") from error
     except ValueError as error:  # so Azure's driver says that there is no account
-        right = "correct the URL, or set what the driver needs in the environment (lockstep docs object-stores)"
+        right = "correct the URL, or set what the driver needs in the environment (lockstep docs shards)"
         raise UserError(f"{url}: {protocol}:// can't be opened: {one_line(error)}: {right}") from error
     return fs, str(root).rstrip("/")
 

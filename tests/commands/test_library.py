@@ -1,4 +1,4 @@
-"""Training from Python: docs/use/python.md literally, from a parent that has computed and has no file."""
+"""Training from Python: docs/use/train.md literally, from a parent that has computed and has no file."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_cl
 @pytest.mark.usefixtures("processes")
 def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     """From a script that no `if __name__` guards."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "python.md").read_text(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "train.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "unguarded.py"
     script.write_text(COMPUTED + code + "import json\nprint(json.dumps(summary))\n")
     run = forked(script, cwd=tmp_path)
@@ -155,7 +155,7 @@ def test_the_public_names_exist_for_people_and_for_type_checkers() -> None:
         public, internal = getattr(lockstep, name), getattr(importlib.import_module(module), attribute)
         assert public is internal or name == "launch", "a package of this name, which can be called"
     assert callable(lockstep.launch)
-    page = (ROOT / "docs" / "use" / "python.md").read_text()
+    page = (ROOT / "docs" / "use" / "train.md").read_text()
     assert [name for name in homes if f"`{name}`" not in page and f"`lockstep.{name}`" not in page] == []
 
 

@@ -25,11 +25,10 @@ from lockstep.programs.main import commands
 
 FOLLOWED_BY = {
     "use/own-model.md": "test_user_code_page.py",
-    "use/losses-and-optimizers.md": "test_user_code_page.py",
     "use/own-data.md": "test_user_code_page.py",
     "use/metrics-callbacks-loggers.md": "test_user_code_page.py",
     "use/test-your-own-code.md": "test_user_tests_page.py",
-    "use/shards-and-hub.md": "test_shards_page.py",
+    "use/shards.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
     "use/fine-tuning.md": "job/test_fine_tuning.py",
     "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",

@@ -29,4 +29,4 @@ def test_what_make_reference_writes_is_current(reference: ModuleType, page: Path
 
 
 def test_pages_are_written() -> None:
-    assert {path.stem for path in PAGES} >= {"keys", "groups", "programs", "refusals", "api", "testing"}
+    assert {path.stem for path in PAGES} >= {"keys", "groups", "refusals", "api"}

@@ -15,7 +15,7 @@ from project.models import MnistCNN
 pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.nightly]
 
 
-PAGES = ("own-model", "own-data", "losses-and-optimizers", "metrics-callbacks-loggers")
+PAGES = ("own-model", "own-data", "metrics-callbacks-loggers")
 # Where the length proves nothing.
 SHORTER = {
     "model=shuffle": "data.samples=320",

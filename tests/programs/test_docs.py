@@ -36,5 +36,5 @@ def test_messages_name_pages_that_exist() -> None:
     texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     named = {name for text in texts for name in NAMED.findall(text)}
     short = {name.rpartition("/")[2] for name in pages()}
-    assert {"module-rules", "own-data", "object-stores", "tasks", "own-model", "pipeline"} <= named <= short
+    assert {"module-rules", "own-data", "shards", "tasks", "own-model", "pipeline"} <= named <= short
     assert not [text for text in texts if re.search(r"[^#]*\"[^\"\n]*\(docs/(use|devices|trust|extras)/", text)]

@@ -717,9 +717,7 @@ def test_a_driver_that_lacks_an_account_is_no_missing_protocol(monkeypatch: pyte
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "az", Azure)
     line = refusal_of(opened, "az://container/images")
     assert line.startswith("az://container/images: az:// can't be opened: Must provide either a connection_string or ")
-    assert line.endswith(
-        "correct the URL, or set what the driver needs in the environment (lockstep docs object-stores)"
-    )
+    assert line.endswith("correct the URL, or set what the driver needs in the environment (lockstep docs shards)")
 
 
 def test_a_protocol_that_does_not_exist_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 ATen, oneDNN and MKL each choose kernels by the processor, and different kernels round differently. The AVX2 kernels of
 ATen and oneDNN round alike on processors of Intel and AMD. MKL's do so in its compatible mode, except for a few
-functions. Each library reads its environment variable once, at its first computation. docs/trust/portable.md lists the
+functions. Each library reads its environment variable once, at its first computation. docs/trust/exact.md lists the
 processors that were compared.
 """
 

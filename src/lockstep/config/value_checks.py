@@ -54,9 +54,7 @@ def place(text: str) -> str:
     is_container = scheme.lower() in ("abfs", "abfss") and ":" not in user  # abfs://<container>@<account>...
     if (at and not is_container) or "?" in rest:
         holds = "a user or password" if at and not is_container else "a query, which may hold a token"
-        right = (
-            "leave it out, and set the credentials as the protocol's driver reads them (lockstep docs object-stores)"
-        )
+        right = "leave it out, and set the credentials as the protocol's driver reads them (lockstep docs shards)"
         raise UserError(f"data_dir: its {scheme} URL has {holds}, and URLs are written into configs and logs: {right}")
     if "#" in rest:
         right = "rename the file or folder, or write %23 on a web server"

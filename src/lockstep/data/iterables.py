@@ -164,7 +164,7 @@ class StreamSamples:
         bound = MOST if self.bound is None else self.bound
         rank_zero_info(
             f"{self._name} every process reads as a whole, to take the samples of its pieces; without a __len__, it is "
-            "read once more, to count them: shards are cheaper (lockstep docs shards-and-hub)"
+            "read once more, to count them: shards are cheaper (lockstep docs shards)"
         )
         try:
             return int(min(len(self.dataset), bound))
