@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import composed
 from PIL import Image
 from small_data import arrays, config, refusal_of
@@ -97,6 +98,13 @@ def test_what_numpy_stores_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) 
 def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
     line = refusal_of(open_data, config(name, **changes), "nowhere")
     assert message in line, line
+
+
+def test_options_are_checked_also_where_distributions_do_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import of torch.compile switches the checks of torch's distributions off, for the whole process."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
+    line = refusal_of(open_data, config("synthetic", mix="mixup", mix_alpha=1e-50), "nowhere")
+    assert "data.mix_alpha=1e-50 is too small" in line
 
 
 class Pictures(list[Any]):

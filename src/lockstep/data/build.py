@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -214,12 +215,10 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
         raise UserError(f"data.mix={name}: the data set must give images [C, H, W] with one label each")
     from torchvision.transforms import v2
 
-    try:
-        return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha or 1.0, num_classes=splits.spec.num_classes)
-    except ValueError:
-        raise UserError(
-            f"data.mix_alpha={alpha:g} is too small for a beta distribution: use 0.2, for example"
-        ) from None
+    alpha = 1.0 if alpha is None else alpha
+    if not torch.tensor(alpha) > 0:  # torch's distribution looks no more, once torch.compile has been imported
+        raise UserError(f"data.mix_alpha={alpha:g} is too small for a beta distribution: use 0.2, for example")
+    return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha, num_classes=splits.spec.num_classes)
 
 
 def without_training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
