@@ -5,7 +5,6 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,10 @@ from conftest import ROOT, composed
 from torch import nn
 
 from lockstep import load_weights
-from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.job.evaluation import config_of
-from lockstep.programs.common import training
 from lockstep.programs.comparison.why import Recorded
 from lockstep.project import use_project_of
-from lockstep_extras.ledger.ledger_file import LEDGER_FILE, decisive_config
-from lockstep_extras.ledger.recomputing import part_of_run
 
 TARGET = "lockstep.files.link_file"
 EVIL = {"_target_": TARGET, "source": "source", "path": "sentinel"}
@@ -118,22 +113,7 @@ def test_init_from_reads_weights_and_no_config(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "sentinel").exists()
 
 
-# --- programs that take steps of a stranger's run again ---
-
-
-def recorded(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return what a ledger records of a run, changed."""
-    config = json.loads(
-        json.dumps(decisive_config(check(composed("extras=[ledger]", "exact=true", "accelerator=cpu"))))
-    )
-    config["debug"] = {"trainer": {"profiler": composed("debug=profile")["debug"]["trainer"]["profiler"]}}
-    change(config)
-    return {"config": config}
-
-
-def verified(change: Callable[[dict[str, Any]], None]) -> Any:
-    raw = composed("run=x", page="verify")
-    return part_of_run(recorded(change), raw, Path("a", LEDGER_FILE)).config
+# --- lockstep compare why ---
 
 
 # Where a config may name what is built; `extras.x` stands for a key of the group.
@@ -141,7 +121,6 @@ PLACES = (
     *("model", "data", "optimizer", "scheduler", "callbacks.x", "extras.x", "debug.trainer.profiler", "sweep.x"),
     *("optimizer.param_groups", "scheduler.x", "data.transforms", "unknown", "logger.x", "strategy"),
 )
-NOT_BUILT = ("logger.x", "sweep.x", "strategy")  # what a run's ledger does not record, or the command has its own of
 
 
 def put(config: dict[str, Any], place: str) -> None:
@@ -151,50 +130,6 @@ def put(config: dict[str, Any], place: str) -> None:
         config = config[key]
     before = config.get(last)
     config[last] = {**(before if isinstance(before, dict) else {}), **EVIL}
-
-
-def test_a_ledger_has_built_what_a_page_names() -> None:
-    """The control."""
-    assert verified(lambda config: None).debug.trainer["profiler"]["_target_"]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_ledger_has_nothing_built_that_no_page_names(place: str) -> None:
-    if place in NOT_BUILT:
-        config = verified(lambda config: put(config, place))
-        assert TARGET not in str(config.logger)
-        assert TARGET not in str(config.strategy)
-    else:
-        with pytest.raises(UserError, match=NAMED_NOWHERE):
-            verified(lambda config: put(config, place))
-
-
-@pytest.mark.parametrize("key", ["logger", "resume", "checkpoint_keep", "outputs"])
-def test_a_ledger_does_not_choose_where_files_are_written(key: str, tmp_path: Path) -> None:
-    named = "lightning.pytorch.loggers.CSVLogger"  # by conf/logger/csv.yaml
-    values = {"logger": {"csv": {"_target_": named, "save_dir": str(tmp_path)}}, "checkpoint_keep": 77}
-    config = verified(lambda config: config.update({key: values.get(key, str(tmp_path))}))
-    honest = verified(lambda config: None)
-    assert all(getattr(config, each) == getattr(honest, each) for each in ("logger", "resume", "checkpoint_keep"))
-    assert str(tmp_path) not in str(config.record)
-
-
-def test_a_ledgers_callback_that_only_writes_is_left_out(tmp_path: Path) -> None:
-    """Its options may name any folder: that of another run of the user's."""
-    checkpoint = composed()["callbacks"]["checkpoint"] | {"folder": str(tmp_path)}
-    average = composed("callbacks=ema")["callbacks"]["ema"]
-    config = verified(lambda config: config["callbacks"].update(checkpoint=checkpoint, ema=average))
-    assert {*config.callbacks} == {"ledger_checkpoint", "ema"}
-
-
-def test_steps_that_are_taken_again_write_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(work: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        return config.debug.trainer
-
-    monkeypatch.setattr(training, "launch", launched)
-    config = verified(lambda config: config["debug"]["trainer"].update(limit_val_batches=0))
-    splits: Any = None
-    assert training.train_from(None, config, splits, tmp_path) == {"limit_val_batches": 0, "profiler": None}
 
 
 @pytest.mark.parametrize("place", ["", *PLACES])
