@@ -20,6 +20,14 @@ def test_a_ledger_without_checkpoints_is_refused() -> None:
     refused_with("extras=[ledger] callbacks=none", "ledger.* and no callbacks.checkpoint don't go together")
 
 
+def test_a_ledger_of_a_checkpoint_in_parts_is_refused() -> None:
+    combination = "strategy=fsdp devices=2 strategy.checkpoint=sharded extras=[ledger]"
+    refused_with(
+        combination,
+        r"ledger.* and strategy\.checkpoint=sharded don't go together: no device has the whole checkpoint to hash",
+    )
+
+
 @pytest.mark.usefixtures("whole_run")
 def test_a_callback_counts_unless_its_class_changes_no_weights() -> None:
     """Whatever package it comes from."""
