@@ -1,10 +1,15 @@
 """`lockstep.launch`: a function in several worker processes."""
 
+import os
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import python
+from conftest import TIMEOUT, free_port, python
+from lightning.pytorch.strategies import DDPStrategy
 from trainer.small import trainer
 
 import lockstep
@@ -12,6 +17,7 @@ from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import environment
 
 pytestmark = pytest.mark.usefixtures("processes")
+IN_TIME = DDPStrategy(timeout=timedelta(seconds=9))
 
 
 def place(*args: Any) -> tuple[int, int, tuple[Any, ...]]:
@@ -38,6 +44,8 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ("devices=1000: must be at most", place, {"devices": 1000}),
         ("launch(accelerator='tpu'): must be auto, cpu or gpu", place, {"accelerator": "tpu"}),
         ("devices=3: lockstep has started 2 workers on 1 machine", lambda: trainer(Path(), devices=3), {"devices": 2}),
+        ("has 2 devices: use strategy='auto'", lambda: trainer(Path(), strategy="single_device"), {"devices": 2}),
+        ("with timeout=0:00:09) came after the", lambda: trainer(Path(), strategy=IN_TIME), {"devices": 2}),
         ("strategy=dp runs in one process", lambda: trainer(Path(), strategy="dp"), {"devices": 2}),
     ):
         with pytest.raises(UserError) as refused:
@@ -54,6 +62,32 @@ def test_a_workers_error_names_its_place(capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(WorkerFailed, match=r"^rank 1 failed: KeyError: 'lost' \(.*test_launch.py:\d+ in fails; trace"):
         lockstep.launch(fails, devices=2)
     assert "Traceback" in capfd.readouterr().err
+
+
+ALONE = """
+import sys, time
+from datetime import timedelta
+import torch, lockstep
+from lightning.pytorch.strategies import DDPStrategy
+lockstep.Trainer(strategy=DDPStrategy(timeout=timedelta(seconds=2)), accelerator="cpu", logger=False)
+if torch.distributed.get_rank():
+    time.sleep(300)
+begun = time.monotonic()
+try:
+    torch.distributed.barrier()
+except RuntimeError:
+    print(time.monotonic() - begun < 60)
+"""
+
+
+def test_a_group_has_the_timeout_of_a_strategys_object() -> None:
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
+    places = [{**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen([sys.executable, "-c", ALONE], env=each, stdout=subprocess.PIPE) for each in places]
+    output = ranks[0].communicate(timeout=TIMEOUT)[0]
+    ranks[1].kill()
+    ranks[1].communicate()
+    assert output == b"True\n"
 
 
 ASKS = """

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
@@ -38,7 +40,9 @@ def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         {"strategy": "ddp_find_unused_parameters_true"},
         {"strategy": "ddp_find_unused_parameters_false"},
         {"strategy": DDPStrategy(find_unused_parameters=True, static_graph=False)},
+        {"strategy": DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=9))},
         {"strategy": SingleDeviceStrategy("cpu")},
+        {"strategy": SingleDeviceStrategy("cpu"), "accelerator": "auto"},
         {"devices": [0]},
         {"devices": (0,)},
         {"devices": OmegaConf.create([0])},
@@ -74,6 +78,13 @@ class WithMethods(DDPStrategy):
         ({"strategy": DDPStrategy(start_method="spawn")}, "a DDPStrategy with start_method=spawn) can't be used"),
         ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "a DDPStrategy with ddp_comm_hook) can't be used"),
         ({"strategy": SingleDeviceStrategy("cpu", checkpoint_io=TorchCheckpointIO())}, "with checkpoint_io) can't be"),
+        ({"strategy": DDPStrategy(cluster_environment=LightningEnvironment())}, "with cluster_environment) can't be"),
+        ({"strategy": DDPStrategy(process_group_backend="mpi")}, "with process_group_backend=mpi) can't be used"),
+        ({"strategy": SingleDeviceStrategy("cuda:1"), "accelerator": "auto"}, "with CUDA_VISIBLE_DEVICES=1"),
+        ({"strategy": SingleDeviceStrategy("cuda:1")}, "Trainer(accelerator='cpu') has a strategy on cuda:1: leave"),
+        ({"strategy": SingleDeviceStrategy("mps"), "accelerator": "auto"}, "Trainer(accelerator='mps'): must be one"),
+        ({"callbacks": {"class_path": "Timer"}}, "callbacks: a dict is no lightning.pytorch.Callback: give an object"),
+        ({"callbacks": [Timer]}, "callbacks: a type is no lightning.pytorch.Callback: give an object"),
         ({"strategy": WithMethods()}, "a WithMethods with methods of its own) can't be used"),
         ({"strategy": "deepspeed"}, "must be 'auto', 'ddp'"),
         ({"callbacks": [pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})]}, "pytorch_lightning, and"),

@@ -66,8 +66,11 @@ def join_group(gpu: bool, listener: socket.socket, timeout: float) -> None:
     _init_process_group(gpu, store, wait)
 
 
-def join_external() -> None:
+def join_external(timeout: timedelta | None = None) -> None:
     """Start the default process group in a worker of an engine (torchrun, SLURM, MPI). Do nothing if the group exists.
+
+    Args:
+        timeout: how long a collective waits for all ranks; None: `JOIN_TIMEOUT`.
 
     On GPUs, Lightning would start the group with NCCL only; gloo is needed too, because values on the CPU are reduced.
     Afterwards torchrun's variables are set, whichever engine started the worker, because Lightning and other libraries
@@ -108,7 +111,7 @@ def join_external() -> None:
     gpu = torch.cuda.is_available()
     if gpu and environment().local_rank < torch.cuda.device_count():  # a rank without a GPU is refused later
         torch.cuda.set_device(environment().local_rank)
-    _init_process_group(gpu, store, JOIN_TIMEOUT)
+    _init_process_group(gpu, store, timeout or JOIN_TIMEOUT)
 
 
 def _address_of_rank_zero() -> str:

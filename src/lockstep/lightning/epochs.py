@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
@@ -103,6 +104,8 @@ class StepFitLoop(_FitLoop):
         connector.update_train_epoch_metrics()
         self.epoch_loop._batches_that_stepped += 1
         self.epoch_progress.increment_completed()
+        if trainer.received_sigterm:  # without checkpoints Lightning's handler stays
+            raise SIGTERMException
 
 
 class StepEpochLoop(_TrainingEpochLoop):

@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
-from lockstep.lightning.private_names import unusual_option
+from lockstep.lightning.private_names import device_of, unusual_option
 from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
@@ -121,12 +121,27 @@ def whole_number_of(devices: Any, accelerator: Any) -> Any:
     return len(parts)
 
 
-def name_of(accelerator: Any) -> Any:
-    """Return the name of an accelerator object of Lightning; other values as they are."""
+def name_of(accelerator: Any, strategy: Any) -> Any:
+    """Return the name of an accelerator object of Lightning, or that of a strategy's device; other values as they are.
+
+    Raises:
+        UserError: the strategy's device is another one, or not the first one.
+    """
     for kind, name in ((CPUAccelerator, "cpu"), (CUDAAccelerator, "gpu")):
         if isinstance(accelerator, kind):
-            return name
-    return accelerator
+            accelerator = name
+    if not isinstance(strategy, SingleDeviceStrategy):
+        return accelerator
+    device = device_of(strategy)
+    wanted = ACCELERATORS.get(device.type, device.type)
+    if ACCELERATORS.get(accelerator, accelerator) not in ("auto", wanted):
+        raise UserError(f"Trainer(accelerator={accelerator!r}) has a strategy on {device}: leave accelerator out")
+    if device.index and wanted == "gpu":
+        raise UserError(
+            f"Trainer(strategy=a {type(strategy).__name__} on {device}): must be the first one: use 'auto' in an "
+            f"environment with CUDA_VISIBLE_DEVICES={device.index}"
+        )
+    return wanted
 
 
 def with_options_of_lightning(init: Any) -> Any:
@@ -258,6 +273,12 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
             f"--nproc-per-node={number}"
         )
     return {"strategy": name, "accelerator": kind, "devices": number, "num_nodes": nodes}
+
+
+def refuse_more_than_one(strategy: Any, number: int) -> None:
+    """Refuse several devices for a strategy that names a single one."""
+    if number > 1 and (strategy == "single_device" or isinstance(strategy, SingleDeviceStrategy)):
+        raise UserError(f"Trainer(strategy=that of a single device) has {number} devices: use strategy='auto'")
 
 
 def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dict[str, Any]) -> None:

@@ -135,16 +135,19 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str = "") ->
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
 
 
-def refuse_callback(setting: str, callback: pl.Callback) -> None:
-    """Refuse a callback of Lightning that can't work with a step in pieces.
+def refuse_callback(setting: str, callback: Any) -> None:
+    """Refuse what is no callback, and a callback of Lightning that can't work with a step in pieces.
 
     Args:
         setting: what chooses the callback, for messages.
 
     Raises:
-        UserError: it is such a callback.
+        UserError: it is one of them.
     """
     refuse_other_package(f"{setting}:", callback)
+    if not isinstance(callback, pl.Callback):
+        name = type(callback).__name__
+        raise UserError(f"{setting}: a {name} is no lightning.pytorch.Callback: give an object of one")
     for kind, wrong in REFUSED_CALLBACKS.items():
         if isinstance(callback, kind):
             raise UserError(f"{setting}: {type(callback).__name__} {wrong}")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
 from lockstep.lightning.hooks import overrides_method, setup_was_called
-from lockstep.lightning.private_names import last_checkpoints
+from lockstep.lightning.private_names import last_checkpoints, timeout_of
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
@@ -68,6 +69,7 @@ from lockstep.trainer.options import (
     name_of,
     one_line_errors,
     refuse_beside_layout,
+    refuse_more_than_one,
     set_up_process,
     whole_number_of,
     with_options_of_lightning,
@@ -188,7 +190,7 @@ class Trainer(StepTrainer):
             )
             return
         self.validates_last_step = False  # as Lightning's
-        accelerator = name_of(accelerator)
+        accelerator = name_of(accelerator, strategy)
         devices = whole_number_of(devices, accelerator)
         check_numbers(
             devices=devices,
@@ -204,9 +206,10 @@ class Trainer(StepTrainer):
         self._strategy, self._reads_parts = kind, kind.weights == "sharded"
         self.batch_size = batch_size
         hide_harmless_warnings()
-        self._join()
+        self._join(timeout_of(strategy))
         seed = self.seed = chosen_seed(seed)
         chosen = chosen_devices(kind, devices, num_nodes, accelerator)
+        refuse_more_than_one(strategy, chosen["devices"] * chosen["num_nodes"])
         self._batches = 1  # of the training loader, in a step
         if batch_size is None and accumulate_grad_batches:
             self._batches, accumulate_grad_batches = accumulate_grad_batches, None
@@ -467,12 +470,21 @@ class Trainer(StepTrainer):
 
     # --- parts ---
 
-    def _join(self) -> None:
-        """Join the process group of the workers that an engine has started."""
+    def _join(self, timeout: timedelta | None) -> None:
+        """Join the process group of the workers that an engine has started. None: it has the usual timeout.
+
+        Raises:
+            UserError: there is a group already, with another timeout.
+        """
         refuse_unknown_rank()
         if external_workers() > 1:
             had_group = torch.distributed.is_initialized()
-            join_external()
+            if had_group and timeout not in (None, group_timeout()):
+                raise UserError(
+                    f"Trainer(strategy=a DDPStrategy with timeout={timeout}) came after the start of the process "
+                    "group: give the time there, as in lockstep.launch(function, hang_timeout=seconds)"
+                )
+            join_external(timeout)
             if not had_group:
                 atexit.register(leave_group)
 
