@@ -1,6 +1,5 @@
-"""lockstep search: a search that was killed goes on, others join in, and it leaves a config to use."""
+"""lockstep search: a search that was killed goes on, and it leaves a config to use."""
 
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lockstep.errors import UserError
+from lockstep.job.run_folder import lock_folder
 from lockstep.programs.search import distribution
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "threads=1", "logger=none")
@@ -74,18 +74,12 @@ def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tm
     assert weights[0] == weights[1]
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
-def test_a_second_process_joins(tmp_path: Path) -> None:
-    folder, program = tmp_path / "s", search(tmp_path)
-    overrides = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=20")
-    processes = [program.start(*overrides)]
-    in_trial(processes[0], folder, 0)
-    processes.append(program.start(*overrides))
-    runs = [program.finish(process) for process in processes]
-    made = [re.findall(r"job (\d) completed", run.stderr) for run in runs]
-    assert all(made), "one of them made all trials"
-    assert sorted(made[0] + made[1]) == list("012") == sorted(map(str, trials(folder)))
+def test_a_folder_has_one_search_at_a_time(tmp_path: Path) -> None:
+    overrides = (*TINY, "lr=0.1,0.01", f"folder={tmp_path / 's'}", "trials=1", "max_epochs=1")
+    with lock_folder(tmp_path / "s"):
+        assert "works in this folder: wait until it ends" in refused(search(tmp_path)(*overrides, ok=False))
+    search(tmp_path)(*overrides)  # the control
 
 
 @pytest.mark.usefixtures("processes")
@@ -125,10 +119,8 @@ def test_nothing_to_search_is_refused(tmp_path: Path) -> None:
     assert "nothing to search" in refused(search(tmp_path)("lr=0.1", ok=False))
     for setting in ("data.fold=0,1", "data=digits,synthetic"):
         assert "none is the best" in refused(search(tmp_path)(setting, ok=False))
-    assert "metric=val/rec: whether larger" in refused(search(tmp_path)("lr=0.1,0.2", "metric=val/rec", ok=False))
-    assert "mode=max: smaller values of val/loss" in refused(
-        search(tmp_path)("lr=0.1,0.2", "metric=val/loss", "mode=max", ok=False)
-    )
+    other = search(tmp_path)("lr=0.1,0.2", "sweep.metric=val/loss", "sweep.mode=max", ok=False)
+    assert "sweep.mode=max: smaller values of val/loss" in refused(other)
     assert "trials=many" in refused(search(tmp_path)("trials=many", "lr=0.1,0.2", ok=False))
 
 

@@ -333,6 +333,7 @@ def run_jobs(
     run: Callable[[SweepJob], None],
     ended: Callable[[SweepJob, dict[str, Any]], None],
     slots: Sequence[Slot],
+    to_file: bool = False,
 ) -> None:
     """Run jobs as slots become free.
 
@@ -340,6 +341,7 @@ def run_jobs(
         run: runs a job to its end; called in the job's own process.
         ended: called in this process when a job has ended, with the job's summary.
         slots: the devices of the jobs that run at the same time.
+        to_file: whether a job's output goes to output.log in its folder; that of several jobs at once always does.
 
     Raises:
         Interrupted: A signal ended the sweep. The jobs have saved and ended.
@@ -364,7 +366,9 @@ def run_jobs(
                         break
                     job, slot = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
-                    process = fork.Process(target=_run_job, args=(run, job, slot, len(slots) > 1, os.getpid()))
+                    process = fork.Process(
+                        target=_run_job, args=(run, job, slot, to_file or len(slots) > 1, os.getpid())
+                    )
                     process.start()
                     running[process.sentinel] = process, job, slot
                     if received:  # the signal came before this process could forward it
@@ -380,7 +384,7 @@ def run_jobs(
             raise Interrupted(received[0])
 
 
-def _run_job(run: Callable[[SweepJob], None], job: SweepJob, slot: Slot, several_at_once: bool, parent: int) -> None:
+def _run_job(run: Callable[[SweepJob], None], job: SweepJob, slot: Slot, to_file: bool, parent: int) -> None:
     """Run a job. This is the first function of its process."""
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep only, which forwards it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -395,7 +399,7 @@ def _run_job(run: Callable[[SweepJob], None], job: SweepJob, slot: Slot, several
     if slot.gpus:
         export(CUDA_VISIBLE_DEVICES=",".join(slot.gpus))
     try:
-        if several_at_once:  # the lines of several jobs would mix on the console
+        if to_file:  # the lines of several jobs would mix on the console
             job.folder.mkdir(parents=True, exist_ok=True)
             with open(job.folder / "output.log", "ab") as file:
                 for stream in (1, 2):
