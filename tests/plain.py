@@ -12,12 +12,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.lightning.epochs import validation_or_epoch_end_follows
 from lockstep.lightning.saves import SavesSteps
-from lockstep.step.strategy import SingleDevice
+from lockstep.strategies import Strategy
 
 STEPS, SIZE = 6, 4
 PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own
@@ -137,7 +138,10 @@ class CompletesSteps(pl.callbacks.Checkpoint):
 def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **options: Any) -> pl.Trainer:
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     ours = [each for each in callbacks if isinstance(each, SavesSteps)]
-    usual = QUIET | {"enable_checkpointing": saves, "strategy": SingleDevice(torch.device("cpu"))}
+    usual = QUIET | {
+        "enable_checkpointing": saves,
+        "strategy": Strategy().build(Layout("single", "cpu", 1, 1, SIZE, 1)).strategy,
+    }
     callbacks = (*callbacks, *map(CompletesSteps, ours))
     made: dict[str, Any] = {"max_epochs": epochs, "callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()]}
     trainer = pl.Trainer(default_root_dir=tmp_path, **(usual | made | options))

@@ -19,14 +19,14 @@ from torch.utils.data import Subset, TensorDataset
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.data import Spec, Splits, StepData
+from lockstep.lightning.one_process import OneProcess
+from lockstep.lightning.process_per_device import ProcessPerDevice
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import MicroBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.strategy import SingleDevice, torch_devices
-from lockstep.strategies.ddp import ProcessPerDevice
-from lockstep.strategies.dp import SeveralDevices
-from lockstep.strategies.fsdp import FullySharded
-from lockstep.strategies.sharded_sums import ShardedExactGradientSum, ShardedGradientSum
+from lockstep.strategies import DP, Strategy
+from lockstep.strategies.fsdp.strategy import FullySharded
+from lockstep.strategies.fsdp.sums import ShardedExactGradientSum, ShardedGradientSum
 
 FEATURES, CLASSES, SAMPLES = 4, 3, 30
 
@@ -126,6 +126,7 @@ def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
 def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int = 6, **options: Any) -> Layout:
     """Return the layout of some ranks, of a single device, or with `strategy="dp"` of a process with some devices."""
     strategy = options.pop("strategy", "ddp" if world > 1 else "single")
+    options |= {"weights": "sharded"} if strategy == "fsdp" else {}
     return resolve(
         strategy=strategy,
         accelerator="cpu",
@@ -148,10 +149,10 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
     world = layout.world_size
     kinds: dict[str, Any] = {
         "ddp": ThreadDDP,
-        "dp": partial(SeveralDevices, torch_devices(layout)),
         "fsdp": partial(ThreadFSDP, **options.pop("parts", {})),
     }
-    strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
+    schedule = (DP if layout.strategy == "dp" else Strategy)().schedule
+    strategy: Any = kinds.get(layout.strategy, OneProcess)(layout, schedule)
     sums: Any = (GradientSum, ExactGradientSum)
     if layout.strategy == "fsdp":
         sums = (ShardedGradientSum, ShardedExactGradientSum)

@@ -220,7 +220,8 @@ import logging, pathlib
 import plain as t
 from lockstep.callbacks import Checkpoint, Console, Meter
 from lockstep.vision.callbacks import Dashboard
-from lockstep.strategies.ddp import ProcessPerDevice
+from lockstep.arithmetic.layout import Layout
+from lockstep.strategies import DDP
 class Apart(t.Counting):  # the ranks disagree in everything
     def training_step(self, batch, batch_idx):
         values = super().training_step(batch, batch_idx)
@@ -233,7 +234,7 @@ folder = pathlib.Path(sys.argv[2])
 t.torch.set_num_threads(1)
 logging.basicConfig(filename=folder / 'log', level='INFO')
 callbacks = Meter(log_every=3), Console(bar=False), Dashboard({'lr': 1}, ''), Checkpoint(folder, every=2)
-ddp = {'strategy': ProcessPerDevice(), 'devices': 2}
+ddp = {'strategy': DDP().build(Layout('ddp', 'cpu', 2, 1, 4, 2)).strategy, 'devices': 2}
 trainer = t.trainer_with(folder, *callbacks, epochs=3, logger=t.board(folder), **ddp)
 trainer.fit(Apart(), **{**t.loaders(), 'train_dataloaders': t.Loader(seconds=0.02 * trainer.global_rank)})
 assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6

@@ -22,13 +22,14 @@ from bench.players import OPPONENTS
 from gpu_day import Day, Trial
 from small_data import write_images, write_mnist
 
+from lockstep.arithmetic.layout import Layout
 from lockstep.commands.api import compose
 from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.config.rules import check_sizes
 from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.strategies.ddp import ProcessPerDevice
+from lockstep.strategies import DDP
 
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
@@ -269,7 +270,7 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for request in (False, True):
-            strategy = ProcessPerDevice(sync_batchnorm=request)
+            strategy: Any = DDP(sync_batchnorm=request).build(Layout("ddp", "cpu", 1, 1, 2, 1)).strategy
             strategy.parallel_devices = [torch.device("cpu")]
             strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
             try:

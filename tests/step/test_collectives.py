@@ -34,18 +34,17 @@ from torchmetrics.classification import (
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.data import Spec, Splits, StepData
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.lightning.torch_ddp import number_of_collectives
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
 from lockstep.step.gradients import GradientSum
-from lockstep.strategies import Auto
-from lockstep.strategies.ddp import ProcessPerDevice
-from lockstep.strategies.torch_quirks import number_of_collectives
+from lockstep.strategies import DDP, Auto
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CLASSES, SAMPLES = 3, 30
@@ -310,11 +309,11 @@ def test_gloo_counts_its_collectives(tmp_path: Path) -> None:
 
 def test_ddp_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets are filled with zeros there, before the first gradient."""
-    strategy = ProcessPerDevice()
+    strategy: Any = DDP().build(Layout("ddp", "cpu", 2, 1, 4, 2)).strategy
     strategy.model = nn.Linear(2, 2)
     strategy._lightning_module = Mock(named_buffers=dict)
     made = Mock()
-    monkeypatch.setattr("lockstep.strategies.ddp.FixedBucketsDDP", made)
+    monkeypatch.setattr("lockstep.lightning.process_per_device.FixedBucketsDDP", made)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
     monkeypatch.setattr(torch.cuda, "Stream", Mock(side_effect=AssertionError("another stream")))
     strategy.configure_ddp()

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.lightning.one_process import devices_of
+from lockstep.lightning.strategy import StepStrategy
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.strategy import PieceStrategy, generators, torch_devices
+from lockstep.step.strategy import generators
 
 
 def test_a_process_of_several_gpus_has_each_of_them() -> None:
     layout = SimpleNamespace(accelerator="gpu", devices=2)
-    assert torch_devices(layout) == [torch.device("cuda", 0), torch.device("cuda", 1)]  # type: ignore[arg-type]
+    assert devices_of(layout) == [torch.device("cuda", 0), torch.device("cuda", 1)]  # type: ignore[arg-type]
 
 
 def test_a_piece_on_a_gpu_draws_from_the_host_and_from_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,5 +51,5 @@ def test_rank_zero_writes_and_who_keeps_copies(rank: int, keeps_copies: bool | N
     if keeps_copies is not None:
         writer.keeps_copies = keeps_copies
     strategy: Any = SimpleNamespace(is_global_zero=rank == 0, checkpoint_io=writer)
-    PieceStrategy.save_checkpoint(strategy, {}, "last.ckpt")
+    StepStrategy.save_checkpoint(strategy, {}, "last.ckpt")
     assert writer.save_checkpoint.call_count == writes

@@ -20,7 +20,7 @@ from plain import QUIET
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite, UserError
@@ -29,7 +29,6 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.strategy import SingleDevice
 from lockstep.strategies import Auto
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
@@ -153,7 +152,7 @@ def fit(
     if isinstance(module, Loud):
         module.calls = recorder.calls
     options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
-    strategy = Auto().build(layout).strategy
+    strategy: Any = Auto().build(layout).strategy
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
@@ -654,7 +653,8 @@ def test_an_optimizers_state_gets_the_memory_format_of_its_parameters() -> None:
         made.step()
         return made
 
-    saved, strategy = optimizer(torch.contiguous_format), SingleDevice(torch.device("cpu"))
+    saved = optimizer(torch.contiguous_format)
+    strategy: Any = Auto().build(Layout("single", "cpu", 1, 1, 1, 1)).strategy
     strategy.optimizers = [optimizer(torch.channels_last)]
     strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
     (weight, state), (before, *_) = next(iter(strategy.optimizers[0].state.items())), saved.state.values()

@@ -16,7 +16,7 @@ from thread_ranks import Ranks, RanksHang, one_at_a_time, place_of
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.strategies.torch_quirks import number_of_collectives
+from lockstep.lightning.torch_ddp import number_of_collectives
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

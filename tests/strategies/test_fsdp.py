@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.arithmetic.layout import Layout
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import UserError
+from lockstep.lightning.process_per_device import ProcessPerDevice
 from lockstep.strategies import FSDP
-from lockstep.strategies.ddp import ProcessPerDevice
-from lockstep.strategies.fsdp import FullySharded
-from lockstep.strategies.sharded_optimizer import needs_whole_tensors
-from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
+from lockstep.strategies.fsdp.optimizer import needs_whole_tensors
+from lockstep.strategies.fsdp.parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
 # autograd decides at the first backward pass of a process whether forks may compute gradients too
@@ -208,9 +208,10 @@ def test_machines_that_do_not_see_the_folder_can_not_save_parts(
     monkeypatch: pytest.MonkeyPatch, saves_parts: bool, has_copies: bool
 ) -> None:
     monkeypatch.setattr(ProcessPerDevice, "setup_environment", lambda self: None)
-    strategy = FullySharded(saves_parts=saves_parts)
-    strategy.checkpoint_io = cast(Any, SimpleNamespace(has_copies=has_copies))
-    strategy._lightning_module = cast(Any, SimpleNamespace(trainer=SimpleNamespace(callbacks=[])))
+    fsdp, layout = FSDP(checkpoint="sharded" if saves_parts else "whole"), Layout("fsdp", "cpu", 2, 1, 4, 2)
+    strategy = cast(Any, fsdp.build(layout).strategy)
+    strategy.checkpoint_io = SimpleNamespace(has_copies=has_copies)
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
     refused = pytest.raises(UserError, match=r"strategy.checkpoint=sharded needs a folder that all machines see: give")
     with refused if saves_parts and has_copies else nullcontext():
         strategy.setup_environment()

@@ -17,8 +17,8 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import part_files, parts
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.strategies import FSDP
-from lockstep.strategies.fsdp import FullySharded
-from lockstep.strategies.sharded_checkpoints import CheckpointParts
+from lockstep.strategies.fsdp.checkpoints import CheckpointParts
+from lockstep.strategies.fsdp.strategy import FullySharded
 
 # autograd decides at the first backward pass of a process whether forks may compute gradients too
 torch.ones(1, requires_grad=True).sum().backward()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.callbacks.ema import EMA
 from lockstep.errors import UserError
-from lockstep.strategies.sharded_parameters import find_blocks
+from lockstep.strategies.fsdp.parameters import find_blocks
 from lockstep.vision.parameters import Unfreeze
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ name: backwards
 shares: null
 """
 STRATEGY = '''
-from lockstep.strategies import Strategy
+from lockstep.strategies import Action, Strategy
 
 
 class Backwards(Strategy):
@@ -29,25 +29,10 @@ class Backwards(Strategy):
     def notes(self, resumes):
         yield "pieces are computed backwards"
 
-    def build(self, layout):
-        if layout.strategy != self.name:
-            return super().build(layout)
-        from lockstep.step.gradients import gradient_sum
-        from lockstep.step.strategy import Action
-        from lockstep.strategies.ddp import ProcessPerDevice
-
-        class Backward(ProcessPerDevice):
-            name = "backwards"
-
-            def use_reducer(self, wanted):
-                return False  # DDP's reducer would send in the passes of the last piece
-
-            def schedule(self, micro_batches):
-                for index in reversed(range(len(micro_batches))):
-                    yield Action.FORWARD, index
-                    yield Action.BACKWARD, index
-
-        return gradient_sum(Backward(), layout)
+    def schedule(self, micro_batches):
+        for index in reversed(range(len(micro_batches))):
+            yield Action.FORWARD, index
+            yield Action.BACKWARD, index
 '''
 
 

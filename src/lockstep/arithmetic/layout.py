@@ -5,6 +5,7 @@ This module imports neither torch nor Lightning, so that bad numbers are refused
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate as running_sum
 from itertools import zip_longest
@@ -15,6 +16,13 @@ from lockstep.text import plural
 MAX_PIECES = 1 << 16  # of a step; each costs a forward pass
 EXACT_PRECISIONS = ("64-true", "32-true", "bf16-mixed")  # those with which exact=true works
 MAX_PIECES_EXACT = 1 << 13  # the same with exact=true: 2**13 elements of 50 bits add up to 63 bits (exact_sum.py)
+
+
+class Action(Enum):
+    """A pass of a piece."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 from lockstep.lightning.evaluations import watched_loop
 from lockstep.lightning.hooks import call_of_module
+from lockstep.lightning.strategy import Hooks
 from lockstep.step.batch import data_of
-from lockstep.step.strategy import Hooks
 from lockstep.step.trial import SavedTensors
 
 SECONDS_BETWEEN_LOOKS = 1.0  # of several ranks at rank zero's clock, if a time is the interval between validations

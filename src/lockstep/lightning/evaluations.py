@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.errors import StepRefused
 from lockstep.launch.failures import no_silent_end
-from lockstep.step.strategy import Hooks
+from lockstep.lightning.strategy import Hooks
 
 
 class WatchedLoop:

@@ -4,9 +4,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.lightning.hooks import call_hook, overrides_method
+from lockstep.lightning.strategy import StepStrategy
 
 
 class StepPrecision(Precision):
@@ -59,3 +60,18 @@ def with_quick_hooks(precision: Precision) -> Precision:
     quick: Precision = object.__new__(type(kind.__name__, bases, {"__qualname__": kind.__qualname__}))
     quick.__dict__ = precision.__dict__
     return quick
+
+
+class ClipsByStrategy:
+    """A method for `proxy`: the proxy of the precision plugin has it in place of its own `clip_grad_by_norm`.
+
+    It clips by the norm over the parts of all processes.
+    """
+
+    main_params: Any
+    strategy: StepStrategy
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients of an optimizer's parameters by their norm."""
+        parameters = list(self.main_params(optimizer))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.strategy.gradient_norm(parameters))

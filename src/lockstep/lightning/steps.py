@@ -12,6 +12,7 @@ from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, refused_end
 from lockstep.lightning.epochs import StepEpochLoop, validation_or_epoch_end_follows
 from lockstep.lightning.hooks import call_hook, call_of_module, call_of_strategy, overrides_method
+from lockstep.lightning.strategy import Hooks
 from lockstep.step.batch import MicroBatch, data_of
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
@@ -19,7 +20,6 @@ from lockstep.step.memory import optimizer_memory_advice
 from lockstep.step.outputs import Outputs
 from lockstep.step.passes import StepPasses
 from lockstep.step.step import Step
-from lockstep.step.strategy import Hooks
 
 
 class StepLoop(StepEpochLoop):
@@ -97,7 +97,7 @@ class StepLoop(StepEpochLoop):
             raise refused_end(end) from end
 
     def seed_hooks(self, hooks: Hooks, number: int) -> None:
-        """Seed the random numbers of hooks, see `lockstep.step.strategy.seed_hooks`."""
+        """Seed the random numbers of hooks; see `StepStrategy.seed_hooks`."""
         self.trainer.strategy.seed_hooks(self.passes.seed, hooks, number)
 
     def _take_step(self, step_batch: Any) -> None:

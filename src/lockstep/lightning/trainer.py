@@ -76,8 +76,9 @@ class StepTrainer(QuickStage, pl.Trainer):
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         self._is_quiet = False  # see `without_logging`
         self.saves = WaitingSaves(self, self._save_now)
-        super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
+        strategy: Any = gradients.strategy  # a Lightning strategy, too; see `StepStrategy`
+        super().__init__(strategy=strategy, use_distributed_sampler=False, **options)
+        strategy.precision_plugin = with_quick_hooks(strategy.precision_plugin)
         if type(self.profiler) is PassThroughProfiler:  # the default
             self.profiler = NoProfiler()
         self._signal_connector = NoSignals(self)

@@ -96,7 +96,7 @@ class FiniteGradientCheck(StepHook):
             NonFinite: with `stop`, because of this step or the step before.
         """
         module, strategy = step.module, step.strategy
-        groups = strategy.optimizers[0].param_groups
+        groups = step.trainer.optimizers[0].param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if not gradients and strategy.weights == "whole":
             return False

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.arithmetic.layout import Action
 from lockstep.errors import StepRefused
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import MicroBatch, StepBatch, data_of
@@ -24,7 +25,6 @@ from lockstep.step.parameters import (
     refuse_sparse_gradients,
 )
 from lockstep.step.step import Step
-from lockstep.step.strategy import Action
 
 
 class StepPasses:
@@ -146,9 +146,9 @@ class StepPasses:
         step.backward(index)
         self.buffers.after_backward()
         if self._checks_gradients:
-            gradients, strategy = self.gradients, step.strategy
+            gradients = self.gradients
             if gradients.exact or gradients.world_size > 1:
-                setting = "exact=true" if gradients.exact else f"strategy={getattr(strategy, 'name', 'ddp')}"
+                setting = "exact=true" if gradients.exact else f"strategy={step.strategy.name}"
                 refuse_sparse_gradients(setting, step.module)
 
     def reduce(self, step: Step) -> None:

@@ -87,7 +87,7 @@ class Muon(Optimizer):
         ValueError: An option is out of range.
     """
 
-    works_on = "tensors"  # whole ones; see strategies/fsdp.py
+    works_on = "tensors"  # whole ones; see strategies/fsdp/optimizer.py
 
     def __init__(
         self,

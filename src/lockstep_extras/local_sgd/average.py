@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from lockstep.lightning.strategy import StepStrategy
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import GradientSum, trained_parameters
 from lockstep.step.strategy import PieceStrategy, proxy
@@ -48,7 +49,7 @@ class AverageWeights(Callback):
             torch._foreach_copy_(weights, copies)
 
 
-class SavesAverages(PieceStrategy):
+class SavesAverages(StepStrategy):
     """A method for `proxy`: the weights are averaged before they are saved."""
 
     averages: AverageWeights

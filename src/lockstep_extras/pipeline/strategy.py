@@ -20,7 +20,7 @@ import math
 import pickle
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -34,13 +34,16 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import dense
+from lockstep.arithmetic.layout import Layout
 from lockstep.errors import StepRefused, UserError
-from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.lightning.precision import ClipsByStrategy
+from lockstep.lightning.strategy import Schedule, StepStrategy
+from lockstep.step.batch import StepBatch
 from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.outputs import Outputs
 from lockstep.step.passes import StepPasses
 from lockstep.step.step import Step
-from lockstep.step.strategy import Action, ClipsByStrategy, PieceStrategy, T, generators, proxy
+from lockstep.step.strategy import T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 TIMED_PASSES = 3  # forward passes in which each part is timed; the shortest time is used
@@ -53,12 +56,14 @@ MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
 ANCHOR = torch.zeros((), requires_grad=True)
 
 
-class StagedStrategy(PieceStrategy, DDPStrategy):
+class StagedStrategy(StepStrategy, DDPStrategy):
     """One process per device, each with one stage. Rank zero has the last stage.
 
     Parameters of other stages keep their names and shapes, and their values are nan.
 
     Args:
+        layout: the run's layout.
+        schedule: see `StepStrategy`.
         split: numbers or names of the parts with which the second and later stages begin; empty: the
             parts' times are measured, and the cut makes the slowest stage as fast as possible.
 
@@ -66,10 +71,8 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         waited_seconds: time that this process has waited for other stages.
     """
 
-    weights = "staged"
-
-    def __init__(self, split: tuple[int | str, ...] = ()) -> None:
-        super().__init__()
+    def __init__(self, layout: Layout, schedule: Schedule, split: tuple[int | str, ...] = ()) -> None:
+        super().__init__(layout, schedule)
         self.waited_seconds = 0.0
         self._split = split
         self._stage: Any = None
@@ -184,17 +187,6 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     def passes_communicate(self) -> bool:
         return True
-
-    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of 1F1B: a stage with r stages after it runs r forward passes ahead."""
-        count = len(micro_batches)
-        pieces_ahead = min(self.global_rank, count)
-        for index in range(count):
-            yield Action.FORWARD, index
-            if index >= pieces_ahead:
-                yield Action.BACKWARD, index - pieces_ahead
-        for index in range(count - pieces_ahead, count):
-            yield Action.BACKWARD, index
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method of the module.

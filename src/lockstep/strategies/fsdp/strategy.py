@@ -2,7 +2,7 @@
 
 Each process keeps a part of the weights, of their gradients and of the optimizer's state. Before a block of the network
 computes, its weights are gathered from all processes. They are copies, so a piece's passes run the same kernels as on
-one device. In the backward pass each process gets its part of the block's gradient (`sharded_sums.py`).
+one device. In the backward pass each process gets its part of the block's gradient (`sums.py`).
 
 A parameter of at most SMALL elements, a frozen one, and one that can't be cut evenly enough stay whole on each device,
 as with ddp.
@@ -33,18 +33,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.arithmetic.layout import Action, Layout
 from lockstep.errors import StepRefused, UserError
+from lockstep.lightning.precision import ClipsByStrategy
+from lockstep.lightning.process_per_device import ProcessPerDevice
+from lockstep.lightning.strategy import Schedule
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.outputs import outputs_of
 from lockstep.step.parameters import OTHER_BACKWARD, refuse_gradient_hooks
 from lockstep.step.step import Step
-from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
+from lockstep.step.strategy import T, proxy
 from lockstep.step.trial import without_traces
-from lockstep.strategies.ddp import ProcessPerDevice
-from lockstep.strategies.part_of_weights import UsesParts, guard, guarded, refuse_copy
-from lockstep.strategies.sharded_checkpoints import CheckpointParts
-from lockstep.strategies.sharded_optimizer import OptimizerParts
-from lockstep.strategies.sharded_parameters import (
+from lockstep.strategies.fsdp.checkpoints import CheckpointParts
+from lockstep.strategies.fsdp.optimizer import OptimizerParts
+from lockstep.strategies.fsdp.parameters import (
     ShardedParameter,
     dim_to_cut,
     find_blocks,
@@ -54,7 +56,8 @@ from lockstep.strategies.sharded_parameters import (
     names_of_keys,
     other_dtypes,
 )
-from lockstep.strategies.torch_quirks import (
+from lockstep.strategies.fsdp.part_of_weights import UsesParts, guard, guarded, refuse_copy
+from lockstep.strategies.fsdp.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
     gather_around_outermost_call,
@@ -151,6 +154,8 @@ class FullySharded(ProcessPerDevice):
     """A process per device, each with a part of the weights, of the gradients and of the optimizer's state.
 
     Args:
+        layout: the run's layout.
+        schedule: see `StepStrategy`.
         reshard: free the gathered weights of a block after its forward pass. Otherwise they are kept until the step's
             last pass.
         offload: keep the parts in the host's memory.
@@ -165,13 +170,16 @@ class FullySharded(ProcessPerDevice):
         bytes_of_sums: bytes of the gradient sum; the gradient sum sets it.
     """
 
-    weights = "sharded"
-    name = "fsdp"
-
     def __init__(
-        self, reshard: bool = False, offload: bool = False, blocks: str | None = None, saves_parts: bool = False
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        reshard: bool = False,
+        offload: bool = False,
+        blocks: str | None = None,
+        saves_parts: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(layout, schedule)
         self.less_memory = "" if reshard else "strategy.reshard=true"
         self.sharded: dict[int, ShardedParameter] = {}
         self.counts = True

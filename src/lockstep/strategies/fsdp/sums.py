@@ -1,4 +1,4 @@
-"""The gradient of a step where each process keeps a part of it (`fsdp.py`): up to rounding, or exact.
+"""The gradient of a step where each process keeps a part of it (`strategy.py`): up to rounding, or exact.
 
 The exact sum is that of `lockstep.arithmetic.exact_sum`. In each piece, the whole gradient of a tensor is rounded to
 the tensor's grid. A reduce-scatter sums the integers over the processes, and each process adds those of its part over
@@ -16,8 +16,8 @@ from torch import Tensor
 from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, _largest
 from lockstep.step.batch import StepBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum, trained_parameters
-from lockstep.strategies.fsdp import FullySharded
-from lockstep.strategies.sharded_parameters import ShardedParameter
+from lockstep.strategies.fsdp.parameters import ShardedParameter
+from lockstep.strategies.fsdp.strategy import FullySharded
 
 
 class ShardedSum(ExactSum):

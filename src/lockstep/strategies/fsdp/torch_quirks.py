@@ -1,7 +1,6 @@
-"""Private names of torch 2.15: for its DDP, the number of collectives, and `fully_shard`.
+"""Private names of torch 2.15 for `fully_shard`.
 
-They are used in this file only; tests/test_promise_6_nothing_lost.py, tests/step/test_collectives.py and
-tests/strategies/test_fsdp.py fail when they change.
+They are used in this file only; tests/strategies/test_fsdp.py fails when they change.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,36 +8,8 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.nn import Module
-
-
-class FixedBucketsDDP(nn.parallel.DistributedDataParallel):
-    """DDP whose buckets are the same from the first step on.
-
-    torch runs the first backward pass with other buckets than the later ones, which it builds in the order of the
-    gradients. A ring all-reduce adds the parts of an element in an order that depends on its place in a bucket. So on
-    three or more ranks, the first step after a resume would have other bits than in an uninterrupted run.
-
-    No public option fixes the buckets. Here they follow the parameters from last to first, as gradients usually come.
-    """
-
-    def __init__(self, module: Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, sparse = super()._build_params_for_reducer()
-        return parameters[::-1], sparse[::-1]
-
-
-def number_of_collectives() -> int:
-    """Return how many collectives this process has started in the default group."""
-    group: Any = dist.group.WORLD
-    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 def parameters_of_unit(unit: Any) -> list[Tensor]:

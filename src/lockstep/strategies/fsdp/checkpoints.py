@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.sharded_parameters import ShardedParameter, has_shape, names_of_keys, with_strides
+from lockstep.strategies.fsdp.parameters import ShardedParameter, has_shape, names_of_keys, with_strides
 
 if TYPE_CHECKING:
-    from lockstep.strategies.fsdp import FullySharded
+    from lockstep.strategies.fsdp.strategy import FullySharded
 
 
 class CheckpointParts:

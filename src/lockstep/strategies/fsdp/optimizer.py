@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.strategies.sharded_parameters import ShardedParameter, has_shape
+from lockstep.strategies.fsdp.parameters import ShardedParameter, has_shape
 
 if TYPE_CHECKING:
-    from lockstep.strategies.fsdp import FullySharded
+    from lockstep.strategies.fsdp.strategy import FullySharded
 
 # Optimizers of torch that compute each element of a parameter from the same element of its gradient and state.
 BY_ELEMENT = {
