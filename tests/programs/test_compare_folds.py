@@ -4,6 +4,7 @@ import json
 import math
 import random
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from compared_runs import LAYOUT, compare, written
 from conftest import Program
 
 from lockstep.programs.comparison.noise import compare as difference
-from lockstep.programs.comparison.noise import further_seeds, student_quantile
 
 PLACED = LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1, "accumulate_grad_batches": 1}
 
@@ -104,46 +104,35 @@ def test_folds_that_do_not_belong_together_are_refused(
 # --- noise ---
 
 
-@pytest.mark.parametrize(
-    ("probability", "degrees", "quantile"),  # of any table of Student's t
-    [
-        (0.975, 1, 12.706),
-        (0.975, 2, 4.303),
-        (0.975, 4.9, 2.776),
-        (0.975, 5, 2.571),
-        (0.975, 30, 2.042),
-        (0.8, 9, 0.883),
-    ],
-)
-def test_quantiles_are_those_of_the_tables(probability: float, degrees: float, quantile: float) -> None:
-    assert student_quantile(probability, degrees) == pytest.approx(quantile, abs=6e-4)
+@pytest.mark.parametrize(("pairs", "quantile"), [(2, 12.706), (3, 4.303), (6, 2.571)])  # of any table of Student's t
+def test_quantiles_are_those_of_the_tables(pairs: int, quantile: float) -> None:
+    values = {(seed, None, 0): (-1.0) ** seed for seed in range(pairs)}
+    actual = difference(dict.fromkeys(values, 0.0), values)
+    assert actual is not None
+    assert actual.margin == pytest.approx(quantile * stdev(values.values()) / math.sqrt(pairs), rel=3e-4)
 
 
 @pytest.mark.usefixtures("whole_run")
 def test_how_often_a_difference_is_seen() -> None:
-    """No difference in 1 of 20 cases, paired or not; a real one 4 times in 5 with as many seeds as it needs."""
+    """No difference in 1 of 20 cases; a real one 4 times in 5 with as many seeds as a t test needs."""
     draw = random.Random(0).gauss
 
-    def alarms(seeds: int, effect: float, paired: bool) -> float:
+    def alarms(seeds: int, effect: float) -> float:
         seen = 0
         for _ in range(1000):
             shared = [draw(0, 3) for _ in range(seeds)]
-            one = {(seed, None, 0): value + draw(0, 1) for seed, value in enumerate(shared)}
-            others = shared if paired else [draw(0, 3) for _ in shared]
-            other = {
-                (seed + (not paired) * seeds, None, 0): value + draw(0, 1) + effect for seed, value in enumerate(others)
-            }
+            one, other = (
+                {(seed, None, 0): value + draw(0, 1) + shift for seed, value in enumerate(shared)}
+                for shift in (0, effect)
+            )
             actual = difference(one, other)
             assert actual is not None
-            assert actual.compared == (f"{seeds} pairs" if paired else f"{seeds} and {seeds} runs")
+            assert actual.pairs == seeds
             seen += actual.verdict == "yes"
         return seen / 1000
 
-    assert 0.03 < alarms(5, 0, paired=True) < 0.07
-    assert 0.03 < alarms(5, 0, paired=False) < 0.07
-    assert 5 + further_seeds(math.sqrt(2), 2.0, 5, 1) == 10, "the usual answer for a difference as large as its spread"
-    assert 0.75 < alarms(10, math.sqrt(2), paired=True) < 0.85
-    assert alarms(10, math.sqrt(2), paired=False) < 0.4, "unpaired, the seed hides it"
+    assert 0.03 < alarms(5, 0) < 0.07
+    assert 0.75 < alarms(10, math.sqrt(2)) < 0.85
 
 
 def test_folds_count_for_less_than_seeds() -> None:
@@ -153,7 +142,6 @@ def test_folds_count_for_less_than_seeds() -> None:
     assert seeds is not None
     assert folds is not None
     assert folds.margin / seeds.margin == pytest.approx(math.sqrt((1 / 5 + 1 / 4) / (1 / 5)))
-    assert (folds.further, seeds.further is None) == (None, False)
 
 
 def test_rows_with_seeds_are_compared_with_the_first(tmp_path: Path) -> None:
@@ -164,17 +152,17 @@ def test_rows_with_seeds_are_compared_with_the_first(tmp_path: Path) -> None:
     done = compare(tmp_path)
     actual = {row["lr"]: row["noise"] for row in results(tmp_path)}
     assert actual["0.3"] == {}
-    assert {name: each["compared"] for name, each in actual["0.2"].items()} == {
-        "val/acc": "4 pairs",
-        "test/acc": "4 pairs",
-    }
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "pairs" in line]
-    assert lines[0] == ["lr=0.2", "val/acc", "4 pairs", "-0.0195", "-0.0204 to -0.0186", "yes", "-"]
-    (other,) = [line for line in done.stdout.splitlines() if "4 and 4 runs" in line and "val/acc" in line]
-    assert [cell.strip() for cell in other.split("|")[5:-1]] == ["-0.0323 to +0.0123", "no", "24"]
+    assert {name: each["pairs"] for name, each in actual["0.2"].items()} == {"val/acc": 4, "test/acc": 4}
+    assert actual["0.1"] == {}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "/acc" in line]
+    assert ["lr=0.2", "val/acc", "4", "-0.0195", "-0.0204 to -0.0186", "yes"] in lines
+    assert "1 row has fewer than two runs with the seed of a run of the first row" in done.stdout
     assert "Each row minus the first one, lr=0.3" in done.stdout
     assert "first one" not in compare(*tmp_path.glob("*0")).stdout
-    assert "one run of a row does not show whether" in compare(*tmp_path.glob("*0")).stdout
+    assert (
+        "2 rows have fewer than two runs with the seed of a run of the first row"
+        in compare(*tmp_path.glob("*0")).stdout
+    )
 
 
 @pytest.mark.usefixtures("processes")

@@ -12,8 +12,8 @@ validation samples as one set. Runs whose folds are of different splits (data.fo
 are two completed runs of the same fold, folds of different numbers of samples, and incomplete sets of folds that have
 no fold in common: they are probably one set, in which a setting or the seed differs by mistake.
 
-If rows have several seeds, another table has the difference of each row from the first one, and whether the difference
-is larger than the noise. Rows with the same seeds are compared seed by seed.
+If rows have several seeds in common with the first one, another table has the difference of each from the first one,
+seed by seed, and whether the difference is larger than the noise.
 
 The tables are printed. They are also written, with plots of loss, accuracy and speed, as compare.md and compare.json.
 The folder for these files is `compare` in the given folder, or in the folder that contains all given ones; `--to`
@@ -257,37 +257,39 @@ def first_and_different(groups: Sequence[Group]) -> list[Group]:
 
 
 def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
-    """Return the table of the differences from the first row.
+    """Return the table of the differences from the first row, and the rows that can't be compared with it.
 
-    If no row can be compared, because rows have a single run, return a sentence that asks for more seeds. Return an
-    empty string if fewer than two rows with different steps have a completed run.
+    Return an empty string if fewer than two rows with different steps have a completed run.
     """
-    if not differences:
-        if sum(bool(group.completed) for group in first_and_different(groups)) < 2:
-            return ""
-        return (
-            "one run of a row does not show whether a difference is larger than the noise: train several seeds "
-            "(-m seed=0,1,2,3,4)\n"
-        )
-    rows: list[dict[str, Any]] = []
-    for group, name, each in differences:
-        interval = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
-        row = {"": group.label, "score": name, "runs": each.compared, "difference": f"{each.mean:+.4f}"}
-        further = f"{each.further} or more" if each.further == noise.MAX_FURTHER_SEEDS else each.further
-        rows.append(row | {"95% interval": interval, "more than noise": each.verdict, "further seeds": further})
+    compared = [group for group, _, _ in differences]
+    others = [group for group in first_and_different(groups)[1:] if group.completed and group not in compared]
     folds = any(run.seed_and_fold[1] is not None for run in groups[0].runs)
-    lines = [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
-    lines += [table(rows), "", "yes: 0 is outside the 95% interval (Student's t)"]
-    same = "seed and fold" if folds else "seed"
-    lines += [
-        f"pairs: runs with the same {same}, which share order, augmentation and, in the same network, initial weights"
-    ]
-    if folds:
-        lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
-    if any(each.further for _, _, each in differences):
-        power = f"{noise.POWER:.0%} of the time"
-        lines += [f"further seeds: how many each row needs to find such a difference {power}, if it is real"]
-    return "\n".join(lines) + "\n"
+    same, lines = "seed and fold" if folds else "seed", []
+    if differences:
+        lines += [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
+        lines += [
+            table([noise_row(*each) for each in differences]),
+            "",
+            "yes: 0 is outside the 95% interval (Student's t)",
+        ]
+        share = "which share order, augmentation and, in the same network, initial weights"
+        lines += [f"pairs: runs with the same {same}, {share}"]
+        if folds:
+            lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
+    if others and groups[0].completed:
+        rows = f"{plural(len(others), 'row')} {'have' if len(others) > 1 else 'has'}"
+        lines += [
+            f"{rows} fewer than two runs with the {same} of a run of the first row, which does not show whether a "
+            "difference is larger than the noise: train several seeds (-m seed=0,1,2,3,4)"
+        ]
+    return "\n".join(lines) + "\n" * bool(lines)
+
+
+def noise_row(group: Group, name: str, each: noise.Difference) -> dict[str, Any]:
+    """Return a row of the table of differences, by column."""
+    interval = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
+    row = {"": group.label, "score": name, "pairs": each.pairs, "difference": f"{each.mean:+.4f}"}
+    return row | {"95% interval": interval, "more than noise": each.verdict}
 
 
 def table_by_key(plot_lines: PlotLines, key: str) -> str:
