@@ -30,6 +30,7 @@ FOLLOWED_BY = {
     "use/test-your-own-code.md": "test_user_tests_page.py",
     "use/shards.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
+    "use/same.md": "test_same_page.py",
     "use/fine-tuning.md": "job/test_fine_tuning.py",
     "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",
     "troubleshooting.md": "test_troubleshooting.py",
@@ -38,6 +39,7 @@ FOLLOWED_BY = {
 NOT_RUN = (
     (r"make (setup|train|docs|docs-serve|dashboard|schema|lock)", "builds the environment, or serves until it ends"),
     (r"make (project|test)$|make project ", "tests/programs/test_new.py makes one, and runs its tests"),
+    (r"make lint", "CI runs these, and the night"),
     (r"pip install", "changes the environment"),
     (r"apt |mkdir|sed |export |unshare|ls |eval |photos=", "changes the machine, or needs a folder of photographs"),
     (r"sbatch|mpirun|torchrun|scripts/torchrun.sh|RANK=", "needs an engine: tests/engines/ run it"),
