@@ -39,7 +39,7 @@ FOLLOWED_BY = {
 NOT_RUN = (
     (r"make (setup|train|docs|docs-serve|dashboard|schema|lock)", "builds the environment, or serves until it ends"),
     (r"make (project|test)$|make project ", "tests/programs/test_new.py makes one, and runs its tests"),
-    (r"make lint", "CI runs these, and the night"),
+    (r"make lint|python -m build", "CI runs these, the night, or a release"),
     (r"pip install", "changes the environment"),
     (r"apt |mkdir|sed |export |unshare|ls |eval |photos=", "changes the machine, or needs a folder of photographs"),
     (r"sbatch|mpirun|torchrun|scripts/torchrun.sh|RANK=", "needs an engine: tests/engines/ run it"),

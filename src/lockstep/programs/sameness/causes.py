@@ -154,7 +154,7 @@ def schedules(view: View) -> list[Cause]:
     since = "from the first step on" if view.step == 1 else f"from step {view.step} on"
     what = f"the learning rate of {_parameters(apart['lr'])} is {_show(theirs)}, not {_show(mine)}{ratio}, {since}"
     kind = "learning rate" if view.step == 1 else "schedule"
-    change = "the learning rate" if view.step == 1 else "when and how often scheduler.step() is called"
+    change = "the learning rate" if view.step == 1 else "the schedule: its length, or when its step() is called"
     return [Cause(kind, what, change, final=False)]
 
 
