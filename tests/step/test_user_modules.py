@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, summary_of
+from conftest import ROOT, Run, summary_of
 from plain import scalars
 from user_runs import DDP, go_on, must_refuse, same_bits, train
 
@@ -157,6 +157,7 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
         ("import torch; torch.nowhere", "own.Net", AttributeError, ".*'torch' has no attribute 'nowhere'"),
         ("", "own.Net", UserError, "own.Net: own has no Net"),
         ("", "own.nets.Net", UserError, "own.nets.Net: there is no module own.nets"),
+        ("", "src.own.Net", UserError, "no module src, neither in src/ nor installed: leave out `src.`, as src/ is"),
         ('def net():\n    {}["label"]', "own.net", KeyError, r"KeyError: 'label' \(\S+own\.py:2 in net; "),
         ("def net():\n    assert 1 > 2", "own.net", AssertionError, r"AssertionError \(\S+own\.py:2 in net; "),
         ("def net():\n    if True", "own.net", SyntaxError, r"SyntaxError: expected ':' \(own\.py, line 2\) \("),
@@ -167,7 +168,8 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
 ) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "own.py").write_text(program + "\n")
-    monkeypatch.syspath_prepend(tmp_path / "src")
+    others = [each for each in sys.path if each and Path(each) != ROOT]
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "src"), *others])
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})

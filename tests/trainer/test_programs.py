@@ -367,6 +367,9 @@ def test_a_monitored_metric_may_have_the_name_of_the_stage(tmp_path: Path) -> No
     assert (made.current_epoch, stops.wait_count) == (2, 1)
     with pytest.raises(UserError, match="monitor=val_other: nothing logs it"):
         trainer(tmp_path, callbacks=[EarlyStopping("val_other")]).fit(Net(), loader(), loader(shuffle=False))
+    too_short = trainer(tmp_path, callbacks=[EarlyStopping("val_loss")], max_steps=1)
+    with pytest.raises(UserError, match="monitor=val_loss: no validation has run by step 1: validate earlier"):
+        too_short.fit(Net(), loader(), loader(shuffle=False))
 
 
 class WithRate(Net):

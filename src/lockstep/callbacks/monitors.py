@@ -42,6 +42,7 @@ class MonitorCheck(pl.Callback):
         self._monitor_setting = monitor_setting
         self._before: SavedAttributes | None = None
         self._adds_check = False
+        self._logged_in_check: set[str] = set()
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         of_module = directions_of_module(pl_module)
@@ -61,7 +62,7 @@ class MonitorCheck(pl.Callback):
             self._before = None
         objects = logged_objects(trainer)
         self._check_modes(trainer, lambda metric: direction_of_object(objects[metric]) if metric in objects else None)
-        logged = set(trainer.callback_metrics)
+        logged = self._logged_in_check = set(trainer.callback_metrics)
         # A module may name its metrics by the stage, or log other ones in this check.
         of_check = any(RunningStage.SANITY_CHECKING.value in each.lower() for each in logged)
         if not logged or of_check or _reads_sanity_checking(pl_module):
@@ -89,8 +90,12 @@ class MonitorCheck(pl.Callback):
                 writer.wait()
         logged = set(trainer.callback_metrics)
         for key, metric, mode in self._monitors(trainer):
-            if metric not in logged:
-                raise UserError(unlogged_metric_message(key, metric, logged, mode is not None)) from exception
+            if metric in logged:
+                continue
+            message = unlogged_metric_message(key, metric, logged, mode is not None)
+            if metric in self._logged_in_check:
+                message = f"{key}={metric}: no validation has run by step {trainer.global_step}: validate earlier"
+            raise UserError(message) from exception
         raise UserError(str(exception)) from exception
 
     def _check_modes(self, trainer: Any, known: Known) -> None:

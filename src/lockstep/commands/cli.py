@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
@@ -262,6 +262,8 @@ def _message(error: BaseException, overrides: Sequence[str]) -> str:
         return no_key_message(match[1], error.__cause__)
     if match := re.match(r"Interpolation key '(\w+)\.name' not found", text):
         return no_name_message(match[1], overrides)
+    if isinstance(error, InterpolationKeyError) and (match := re.match(r"Interpolation key '([^']+)' not found", text)):
+        return f"{error.full_key}: there is no key {match[1]}, whose value it takes: give a value, or leave it out"
     if isinstance(error, OverrideParseException):
         return unreadable_override_message(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):

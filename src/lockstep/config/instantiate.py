@@ -223,7 +223,8 @@ def check_target(key: str, target: str) -> None:
     except ValueError:  # a module without a spec, such as __main__
         module_spec = None
     if module_spec is None:
-        raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
+        rest = f": leave out `{package}.`, as src/ is where modules are looked for" if package == "src" else ""
+        raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed{rest}")
     needed = PACKAGES.get(target.rpartition(".")[2])
     if needed and importlib.util.find_spec(needed) is None:
         raise UserError(f"{key}={target}: needs {needed}: pip install {needed}")
