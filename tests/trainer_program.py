@@ -27,7 +27,10 @@ FOR_TRAINER = {
     *("seed", "max_epochs", "max_steps", "checkpoint_every", "gradient_clip_val"),
 }
 # They change nothing that is computed.
-OF_THE_TEMPLATE = {"model", "data", "logger", "callbacks.console", "callbacks.dashboard"}
+OF_THE_TEMPLATE = {
+    *("model", "data", "logger", "callbacks.console", "callbacks.dashboard", "hang_timeout"),
+    *("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode"),
+}
 
 
 class Begins(pl.Callback):

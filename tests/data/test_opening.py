@@ -44,6 +44,18 @@ def test_validation_samples_are_those_of_smallest_hash(seed: int) -> None:
     assert hold_out(arrays(5), 0.0, seed)[1] is None
 
 
+def test_each_class_keeps_an_image_for_training() -> None:
+    order = np.argsort(hash64(0, 0x5B117, np.arange(20)), kind="stable")
+    labels = np.arange(20, dtype=np.int64) % 4
+    labels[order[:2]] = 7, 8  # they would be the first for validation
+    train, val = hold_out(arrays(20), 0.2, 0, None, labels)
+    assert sorted(order[2:6]) == list(val.indices)
+    assert set(labels[train.indices]) == set(labels)
+    assert sorted(order[:4]) == list(hold_out(arrays(20), 0.2, 0)[1].indices), "the control"
+    with pytest.raises(UserError, match=r"data\.val_fraction=0\.2: each class has one image, for training: use 0"):
+        hold_out(arrays(20), 0.2, 0, None, np.arange(20))
+
+
 def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
     monkeypatch.setattr("lockstep.data.build.instantiate", lambda *args, **offers: source)

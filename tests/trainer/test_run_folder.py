@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import python
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset, random_split
@@ -324,6 +325,14 @@ def test_a_trainer_can_be_copied(tmp_path: Path, made_by: Callable[[Any], Any], 
     for each in (made, another):
         each.fit(Net(), loader())
     assert checkpoints(tmp_path) == {"checkpoints/last.ckpt": 6, "version_1/checkpoints/last.ckpt": 6}
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_code_of_a_command_is_a_part_of_it() -> None:
+    code = "from lockstep.trainer.run_folder import command; print(command())"
+    first, again, other, more = (python(*words).stdout for words in ((code,), (code,), (code + "#",), (code, "a")))
+    assert first == again != other
+    assert more.startswith(first.rstrip("]\n") + ", ")
 
 
 def test_modules_that_a_notebook_runs_have_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -249,25 +250,34 @@ def split_validation(
     if source.val is not None:
         return source.train, source.val, source.about
     if folding is None:
-        return *hold_out(source.train, fraction, seed, source.val_candidates), source.about
+        labels = None
+        if source.spec.task == "classification":
+            with suppress(UserError):  # they are unknown without making samples
+                labels = labels_of(source.train)
+                if labels.size and not 0 <= labels.min() <= labels.max() < source.spec.num_classes:
+                    labels = None  # which is refused later
+        return *hold_out(source.train, fraction, seed, source.val_candidates, labels), source.about
     val_ids, line = validation_fold(source.train, source.spec, *folding, seed)
     train, val = divide(source.train, val_ids, source.val_candidates)
     return train, val, "; ".join(filter(None, [source.about, line]))
 
 
-def hold_out(dataset: Any, fraction: float, seed: int, val_candidates: Any = None) -> tuple[Any, Any]:
+def hold_out(
+    dataset: Any, fraction: float, seed: int, val_candidates: Any = None, labels: Ids | None = None
+) -> tuple[Any, Any]:
     """Split a data set into training and validation; both keep the order of samples.
 
     Args:
         fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
         seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
         val_candidates: if `dataset` augments its samples itself, the same samples without augmentation.
+        labels: the class of each sample, int64 [n]; one sample of each class stays for training. None: unknown.
 
     Returns:
         `(train, val)`; `val` is None if `fraction` is 0.
 
     Raises:
-        UserError: no training sample would remain, or `val_candidates` has another length.
+        UserError: no training sample would remain, each class has one sample, or `val_candidates` has another length.
     """
     if not fraction:
         return dataset, None
@@ -278,7 +288,17 @@ def hold_out(dataset: Any, fraction: float, seed: int, val_candidates: Any = Non
         raise UserError(
             f"data.val_fraction={fraction:g} leaves no image for training, of {samples}: use a smaller share"
         )
-    return divide(dataset, np.flatnonzero(hashes < np.partition(hashes, val_size)[val_size]), val_candidates)
+    may_leave = np.ones(samples, dtype=bool)
+    if labels is not None:
+        classes, class_of = np.unique(labels, return_inverse=True)
+        largest = np.zeros(len(classes), dtype=hashes.dtype)
+        np.maximum.at(largest, class_of, hashes)
+        may_leave = hashes < largest[class_of]
+        if not may_leave.any():
+            raise UserError(f"data.val_fraction={fraction:g}: each class has one image, for training: use 0")
+    val_size = min(val_size, int(may_leave.sum()))
+    last = np.partition(hashes[may_leave], val_size - 1)[val_size - 1]
+    return divide(dataset, np.flatnonzero(may_leave & (hashes <= last)), val_candidates)
 
 
 def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any, Any]:

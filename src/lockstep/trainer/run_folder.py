@@ -71,9 +71,11 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
 
 def command() -> list[str]:
     """Return the words of this process's command as hashes, since words may be secret; empty without a program."""
-    if not hasattr(sys.modules["__main__"], "__file__"):  # a notebook's command has a name that changes
-        return []
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+    if words[:1] == ["-c"] and "--multiprocessing-fork" not in sys.orig_argv:
+        words.insert(1, sys.orig_argv[-len(words)])  # the code, which `argv` lacks
+    elif not hasattr(sys.modules["__main__"], "__file__"):  # a notebook's command has a name that changes
+        return []
     return [hashlib.sha256(os.fsencode(word)).hexdigest()[:12] for word in words]
 
 
