@@ -3,15 +3,17 @@
 import math
 import random
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from rank_fits import Net, fit, fits, layout_of
 from thread_ranks import Ranks
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.arithmetic.exact_total import ExactTotal
@@ -171,6 +173,42 @@ def test_early_stopping_by_training_ends_at_one_step(ranks: Ranks) -> None:
             ends.add((each.trainer.global_step, each.metrics["train_loss"]))
     assert len(ends) == 1
     assert 3 < ends.pop()[0] < 90, "the control: it has stopped"
+
+
+class Bar(Callback):
+    """Reads, on rank zero alone, what a progress bar shows."""
+
+    def __init__(self) -> None:
+        self.shown: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            self.shown.append(float(trainer.progress_bar_metrics["train/acc"]))
+
+
+class Counts(Net):
+    """Shows a torchmetrics object in the progress bar, and logs another one before it."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False, dropout=0.0)
+        self.mean, self.accuracy = MeanMetric(), MulticlassAccuracy(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.mean(loss.detach())
+        self.accuracy(logits.detach(), batch[1])
+        self.log("train/loss", self.mean, on_step=False, on_epoch=True)
+        self.log("train/acc", self.accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+
+def test_a_progress_bar_reads_metrics_on_rank_zero_alone(ranks: Ranks) -> None:
+    bars = Bar(), Bar()
+    for world, bar in enumerate(bars, 1):
+        fits(ranks, Counts(), world, **OPTIONS, callbacks_of=partial(list, [bar]))
+    assert bars[0].shown == bars[1].shown
+    assert len(bars[0].shown) == 2
 
 
 def test_nothing_is_sent_in_steps_in_which_nothing_reads(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,8 @@ class StepLogs(_LoggerConnector):
             add_missing_metrics(trainer._results, gather_objects, module, sync_dist_fn)
         if trainer.training:
             self.reduce_epoch()
+            # A progress bar reads them on rank zero alone.
+            trainer._results.metrics(on_step=False)
 
     def on_epoch_end(self) -> None:
         """Reduce what callbacks have logged at the end of an epoch, before it is read; then save what is due.
