@@ -24,6 +24,7 @@ LOOP = ROOT / "scripts" / "lab" / "planted" / "torch_loop.py"
 CHOSEN = (  # of the table: those that no other row shows
     *("same", "accumulation", "world size", "short last step", "buffers", "noise", "order of samples", "samples lost"),
     *("samples repeated", "schedule", "clipping", "weight decay", "evaluation mode", "nondeterminism"),
+    *("inputs", "gradients not averaged"),
 )
 
 # What comes after backward() and hides a factor of the gradient.
@@ -33,7 +34,7 @@ HIDDEN = ("--clip=0.01", "ranks=2 --clip=0.01", "--normalize", "--optimizer=sign
 def chosen() -> Iterator[Row]:
     for kind in CHOSEN:
         yield [row for row in ROWS if row.program == TORCH and row.kind == kind][-1]
-    yield from (row for row in ROWS if row.program == TORCH and row.second.startswith(HIDDEN))
+    yield from (row for row in ROWS if row.program == TORCH and row.second.startswith((*HIDDEN, "--net=sharp")))
     for kind in ("same", "BatchNorm", "frozen", "short last step"):
         yield next(row for row in ROWS if row.program == LIGHTNING and row.kind == kind)
 
@@ -46,6 +47,7 @@ def test_a_planted_cause_gets_its_name(row: Row) -> None:
     if row.kind == "same":
         assert verdict.code == 0, verdict.text
         assert verdict.line.startswith("same")
+        assert ("hides what else differs" in verdict.text) == ("sharp" in row.first)
     else:
         assert verdict.code == 1, verdict.text
         assert row.kind in [cause.kind for cause in verdict.causes], verdict.text

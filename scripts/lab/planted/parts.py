@@ -45,12 +45,28 @@ class Drift(nn.Module):
         return x
 
 
+class Wave(nn.Module):
+    """Makes small differences large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(30 * x)
+
+
+class Last(nn.Module):
+    """Takes the last 12 columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, -12:]
+
+
 NETS = {
     "mlp": lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)),
     "norm": lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)),
     "group": lambda: nn.Sequential(nn.Linear(12, 8), nn.GroupNorm(2, 8), nn.GELU(), nn.Linear(8, 4)),
     "dropout": lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4)),
     "drift": lambda: nn.Sequential(nn.Linear(12, 8), Drift(), nn.ReLU(), nn.Linear(8, 4)),
+    "sharp": lambda: nn.Sequential(nn.Linear(12, 8), *[Wave() for _ in range(3)], nn.Linear(8, 4)),
+    "last": lambda: nn.Sequential(Last(), nn.Linear(12, 4)),
     "conv": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(80, 4)
     ),

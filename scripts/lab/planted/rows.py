@@ -40,6 +40,7 @@ ROWS = (
         "same|--net=group --schedule|ranks=2 --net=group --schedule --accumulate=4",
         "same|--clip=0.01|ranks=2 --clip=0.01 --accumulate=2",
         "same|--normalize|ranks=2 --normalize --accumulate=2",
+        "same|--net=sharp|--net=sharp --accumulate=2",
         "accumulation||--accumulate=2 --bug=accumulation",
         "accumulation|--clip=0.01|--clip=0.01 --accumulate=2 --bug=accumulation",
         "divided twice||--accumulate=2 --bug=twice",
@@ -74,7 +75,8 @@ ROWS = (
         "initial state||--bug=seed",
         "initial state||--bug=head",
         "nondeterminism||--bug=unseeded",
-        "gradients not averaged||ranks=2 --bug=not-averaged",
+        "inputs|--net=last|--net=last --bug=wide",
+        "gradients not averaged|--samples=56|ranks=2 --bug=not-averaged",
     ),
     *_rows(
         LIGHTNING,

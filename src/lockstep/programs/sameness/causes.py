@@ -252,6 +252,10 @@ def samples(view: View) -> list[Cause]:
         if short and at + 1 < len(mine) and theirs[at] == mine[at + 1]:
             what = f"{LABELS[1 - side]} leaves out the short last step of an epoch, {plural(counts[side], 'sample')}"
             return [Cause("samples lost", what, "drop_last, and how the data set is divided among ranks")]
+    shapes = [Counter(each.inputs for each in view.passes(side)).most_common(1)[0][0] for side in (0, 1)]
+    if not set(one) & set(other) and shapes[0].partition(",")[2] != shapes[1].partition(",")[2]:
+        what = f"the network's input is {shapes[0]} in the first, {shapes[1]} in the second"
+        return [Cause("inputs", what, "the size of a sample, or the batch size where it is a later dimension")]
     if usual[0] != usual[1]:
         what = f"a step of the first has {usual[0]} samples, one of the second {usual[1]}"
         change = "the batch size: samples of a micro-batch x micro-batches x processes must be the same"
@@ -686,9 +690,9 @@ SEARCHES: tuple[Callable[[View], list[Cause]], ...] = (
     *(other_types, ranks_apart_at_start, initial_state, optimizers, schedules, settings, frozen),
     *(
         ranks_share_samples,
+        ranks_apart,
         samples,
         modes,
-        ranks_apart,
         clipping,
         forward,
         scales,

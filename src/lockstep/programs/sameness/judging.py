@@ -57,7 +57,7 @@ class Pair:
             (side.run, run, side is self.one)
             for side in (self.one, self.other)
             for run in (*side.flipped, *([side.again] if side.again else []))
-            if unlike(side.run, run) is None
+            if unlike(side, run) is None
         ]
 
     @property
@@ -269,12 +269,13 @@ def aligned_names(first: list[str], second: list[str]) -> dict[str, str]:
     return names
 
 
-def unlike(run: Run, again: Run) -> str | None:
-    """Return in what two runs of one program differ by more than rounding; None: in nothing.
+def unlike(side: Side, again: Run) -> str | None:
+    """Return in what a program's further run differs from its first one by more than rounding; None: in nothing.
 
     A run whose last bits were flipped starts from weights that differ in their last place. Samples and random numbers
-    do not depend on them.
+    do not depend on them. Its gradients show how sensitive the training is, if the program repeats its bits otherwise.
     """
+    run, repeats = side.run, side.again is not None and differs_from_itself(side) is None
     first, second = run.first, again.first
     if any(
         value.distance(second.weights.get(name, value)) > LAST_PLACE * _epsilon(run)
@@ -288,7 +289,7 @@ def unlike(run: Run, again: Run) -> str | None:
             each.random for each in again.passes(step) if each.drawn
         ]:
             return f"random numbers of step {step}"
-        if step == 1:
+        if step == 1 and not repeats:
             pairs = [
                 (value, again.first.steps[0].gradients.get(name, value))
                 for name, value in first.steps[0].gradients.items()

@@ -10,6 +10,7 @@ from lockstep.programs.sameness.recorded import Run, Side
 from lockstep.text import join_names, plural
 
 SMALL = 0.05  # a difference up to this share of the size, without a cause, may be rounding that has grown
+HIDES = 0.1  # a share of the gradients' size: larger rounding hides a mistake
 ORDINALS = ("first", "second")
 WITNESSES = 2  # further runs that measure rounding then
 
@@ -58,9 +59,7 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
         line = f"same bits over {plural(pair.length, 'step')}"
         return Verdict(0, line, notes=notes, rows=rows(pair))
     selves = [(side, differs_from_itself(side)) for side in (pair.one, pair.other)]
-    for number, (side, at) in enumerate(selves):
-        if at is not None:
-            notes.insert(0, _itself(number, side, at))
+    notes[:0] = [_itself(number, side, at) for number, (side, at) in enumerate(selves) if at is not None]
     unsteady = [_unlike(side) for side in (pair.one, pair.other)]
     if any(unsteady):
         return _unsteady(pair, unsteady, notes)
@@ -78,14 +77,14 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
     if step is None and lengths[0] != lengths[1]:
         return _shorter(pair, notes)
     if step is None:
-        return Verdict(0, _rounding_line(pair), notes=notes, rows=rows(pair))
+        return Verdict(0, _rounding_line(pair), notes=_unseen(pair) + notes, rows=rows(pair))
     return Verdict(1, _line(pair, step, named), step, named, notes, rows(pair))
 
 
 def _unlike(side: Side) -> str | None:
     """Return in what a program differs from itself by more than rounding; None: in nothing that was seen."""
     others = [*([side.again] if side.again else []), *side.flipped]
-    return next((what for what in (unlike(side.run, other) for other in others) if what), None)
+    return next((what for what in (unlike(side, other) for other in others) if what), None)
 
 
 def _unsteady(pair: Pair, unsteady: list[str | None], notes: list[str]) -> Verdict:
@@ -121,6 +120,18 @@ def _rounding_line(pair: Pair) -> str:
         f"of their size at step {begins}, weights by {ours:.0e} at step {last}; one flipped bit of each weight makes "
         f"{pair.largest_rounding('gradients', begins):.0e} and {measured:.0e}"
     )
+
+
+def _unseen(pair: Pair) -> list[str]:
+    """Say from which step on rounding is so large that it hides other differences."""
+    steps = range(1, pair.length + 1)
+    first = next((step for step in steps if pair.largest_rounding("gradients", step) > HIDES), None)
+    if first is None:
+        return []
+    return [
+        f"rounding alone changes the gradients by more than {HIDES:.0%} from step {first} on, which hides what else "
+        "differs there: compare with a smaller learning rate, or in float64"
+    ]
 
 
 def _shorter(pair: Pair, notes: list[str]) -> Verdict:
@@ -174,6 +185,8 @@ def _notes(pair: Pair) -> list[str]:
             notes.append(f"{label}: {len(run.ranks)} of {run.first.world} ranks could be recorded")
         if "OptimizedModule" in run.first.wrappers:
             notes.append(f"{label} is compiled: only what enters and leaves the compiled module is seen")
+        if not any(step.norm for step in run.first.steps):
+            notes.append(f"{label} trains nothing: all its gradients are 0")
         if error := next((rank.error for rank in run.ranks if rank.error), None):
             notes.append(f"{label}: recording ended early: {' '.join(error.split())[-160:]}")
     differing = [
