@@ -286,7 +286,8 @@ class Recorder:
         made |= {"random": before, "drawn": before != self.random_state()}
         rows = {name: value for name, value in tensors.items() if value.dim()}
         if rows:
-            name, first = next(iter(rows.items()))
+            # Labels may come first: a sample is the first input that has more than a number for each.
+            name, first = max(rows.items(), key=lambda each: each[1].dim() > 1 and str(each[0]) != "labels")
             mask = rows.get("attention_mask")
             made["inputs"] = f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
             made["samples"] = self.sketcher.row_digests(first, mask)

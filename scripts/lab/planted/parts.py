@@ -59,6 +59,17 @@ class Last(nn.Module):
         return x[:, -12:]
 
 
+class Labelled(nn.Module):
+    """Gets the labels too, and first, as Hugging Face's collators give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(12, 4)
+
+    def forward(self, labels: Tensor, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
 NETS = {
     "mlp": lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)),
     "norm": lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)),
@@ -66,6 +77,7 @@ NETS = {
     "dropout": lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4)),
     "drift": lambda: nn.Sequential(nn.Linear(12, 8), Drift(), nn.ReLU(), nn.Linear(8, 4)),
     "sharp": lambda: nn.Sequential(nn.Linear(12, 8), *[Wave() for _ in range(3)], nn.Linear(8, 4)),
+    "labelled": Labelled,
     "last": lambda: nn.Sequential(Last(), nn.Linear(12, 4)),
     "conv": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(80, 4)

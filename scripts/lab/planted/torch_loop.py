@@ -62,7 +62,9 @@ def main() -> None:
                 window = len(loader) % a.accumulate  # the last one may be shorter
             cast = torch.autocast("cpu", torch.bfloat16) if bug == "autocast" else nullcontext()
             with cast, nullcontext() if last or manual or size == 1 else model.no_sync():
-                loss = criterion(model(torch.cat([2 * x, 2 * x], 1) if bug == "wide" else x), y)
+                inputs = {"labels": y, "x": x} if a.net == "labelled" else {}
+                outputs = model(**inputs) if inputs else model(torch.cat([2 * x, 2 * x], 1) if bug == "wide" else x)
+                loss = criterion(outputs, y)
                 if bug not in ("alike", "window") and window > 1:  # the last micro-batch of an epoch may be smaller
                     left = min(STEP, a.samples - at // a.accumulate * STEP)
                     loss = loss * len(x) * size * window / left

@@ -15,6 +15,7 @@ Exit codes: 0 same bits, or the same up to rounding; 1 different; 2 bad input, a
 
 import argparse
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -64,9 +65,9 @@ def main(words: list[str]) -> int:
     """
     chosen = parser().parse_args(words)
     places = [Path(chosen.first), Path(chosen.second)]
-    if all(place.is_dir() for place in places):
+    if all(os.path.isdir(place) for place in places):  # Path.is_dir() fails on a long command
         return _folders(*places)
-    if folder := next((place for place in places if place.is_dir()), None):
+    if folder := next((place for place in places if os.path.isdir(place)), None):
         raise UserError(
             f"{folder}: a run's folder is compared with another one only: give two folders, or two commands"
         )

@@ -216,23 +216,32 @@ def _step(line: Mapping[str, Any], written: Mapping[str, Any]) -> Step:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a program: its ranks, by number. `ended`: whether it ended by itself before the last step."""
+    """A run of a program.
+
+    Attributes:
+        ranks: its ranks, by number.
+        ended: whether it ended by itself before the last step.
+        others: how many more processes took steps, with the number of a rank that another one has.
+    """
 
     ranks: list[Rank]
     ended: bool
+    others: int = 0
 
     @staticmethod
     def of(processes: Sequence[Lines], ended: bool) -> "Run":
         """Read the lines of all processes that took steps. Of several with one rank, the first that started counts."""
         ordered = sorted(processes, key=lambda lines: lines[0]["started"])
         ranks: dict[int, Rank] = {}
+        others = 0
         for lines in ordered:
             rank = Rank.of(lines)
             if rank.steps or rank.error:
+                others += rank.rank in ranks
                 ranks.setdefault(rank.rank, rank)
         if not ranks:
             raise ValueError("no step")
-        return Run([ranks[number] for number in sorted(ranks)], ended)
+        return Run([ranks[number] for number in sorted(ranks)], ended, others)
 
     @property
     def first(self) -> Rank:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -190,6 +191,10 @@ def _quote(line: str) -> str:
 
 
 def _last_line(output: list[str]) -> str:
-    """Return the line of the output that says most about an error: the last one that names an exception."""
-    errors = [line for line in output if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))]
-    return (errors or output or [""])[-1][:200]
+    """Return the line of the output that says most about an error: the last one that names an exception.
+
+    torchrun prefixes the ranks' lines, and ends with an exception of its own, which says nothing.
+    """
+    lines = [re.sub(r"^\[(rank|default)?\d+\]: *", "", line) for line in output]
+    errors = [line for line in lines if line.partition(":")[0].rpartition(".")[2].endswith(("Error", "Exception"))]
+    return ([line for line in errors if "ChildFailedError" not in line] or lines or [""])[-1][:200]

@@ -183,6 +183,9 @@ def _notes(pair: Pair) -> list[str]:
             notes.append(f"{label} has {len(optimizers)} optimizers: each call of step() counts as a step")
         if len(run.ranks) < run.first.world:
             notes.append(f"{label}: {len(run.ranks)} of {run.first.world} ranks could be recorded")
+        if run.others:
+            more = f"{run.others} more process{'es' * (run.others > 1)}"
+            notes.append(f"{label}: {more} took steps without a rank of its own: only the first one is compared")
         if "OptimizedModule" in run.first.wrappers:
             notes.append(f"{label} is compiled: only what enters and leaves the compiled module is seen")
         if not any(step.norm for step in run.first.steps):
