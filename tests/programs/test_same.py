@@ -186,6 +186,7 @@ def test_the_fixture(tmp_path: Path) -> None:
     assert "cause: weight_decay of 0.bias, 2.bias is 0.01, not 0" in done.stdout
 
 
+@pytest.mark.nightly
 def test_processes_without_ranks(tmp_path: Path) -> None:
     """Two processes that train without a group are one rank: the verdict says that only one of them is compared."""
     path = tmp_path / "program.py"
