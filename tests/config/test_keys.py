@@ -82,7 +82,8 @@ OTHER: dict[str, Any] = {
 # Another mode than the metric's is refused, see test_metrics.py.
 # Without a list there are no images; an index that lies elsewhere is the same one; a window needs shards in parts
 # (tests/streams/test_shard_windows.py); the others are in tests/job/test_optimizers.py and tests/project/test_tasks.py.
-BESIDE = {"data.csv", "data.index_dir", "data.window", "plateau: scheduler.interval", "optimizer.lr", "model.monitor"}
+BESIDE = {"data.csv", "data.index_dir", "data.window", "plateau: scheduler.interval", "optimizer.lr"}
+BESIDE |= {"model.monitor", "model.mode"}
 BESIDE |= {"data.cache", "data.cache_gb", "data.retry_seconds"}  # of a server: tests/streams/test_object_stores.py
 BESIDE |= {"scheduler.mode", "callbacks.checkpoint.mode", "callbacks.early_stopping.mode"}
 BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "unlabelled")}

@@ -19,66 +19,15 @@ class UnknownMode(UserError):
 Known = Callable[[str], str | None]  # the best value of a metric: `max`, `min`, or None if that is not known
 
 
-def _set(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Words of a metric's name that say which value is the best.
-SMALLEST = _set("""
-    loss losses err errs error errors mistakes misclassification perplexity ppl bpd bpp nll ce bce xent crossentropy
-    mse rmse mae msle rmsle mape smape huber brier ece kl kld divergence distance distances distortion l1 l2 hausdorff
-    hd chamfer emd wasserstein mmd fid kid lpips wer cer eer epe hinge deviance regret cost
-""")
-LARGEST = _set("""
-    acc accuracy accuracies balancedaccuracy auc auroc rocauc roc auprc prauc aupr f1 f1score f2 fbeta fscore
-    precision prec recall sensitivity specificity iou miou giou diou ciou jaccard dice ap map kappa qwk mcc matthews
-    r2 r2score psnr ssim bleu rouge ndcg mrr correct
-""")
-# Words that may turn a metric round, or make another quantity of it: the direction is then not known.
-OTHER = _set("""
-    neg negative negated minus inverse inv reciprocal non not no anti un false miss missed std var variance gap diff
-    difference delta drop change improvement decrease increase gain reduction ratio weight scale corr correlation time
-    seconds count num number lr grad norm
-""")
-LOSSES = _set("loss losses err error errors distance divergence")  # at a name's end: `dice_loss`
-TURNED = ("neg", "minus", "inaccuracy")  # begins of a longer word: `negloss`
-OPPOSITE = re.compile(r"(^|[/. ])1 ?-")  # `1-acc`
-STAGES = _set("train training val valid validation test eval step epoch dataloader idx")
-
-
-def words(metric: str) -> list[str]:
-    """Return the words of a metric's name: `val/top5_err` has val, top5, err, and `valLoss` has val, loss."""
-    parts: list[str] = []
-    for token in re.split(r"[^A-Za-z0-9]+", metric):
-        whole = token.lower()
-        if whole in SMALLEST | LARGEST:
-            parts.append(whole)
-        else:
-            in_case = re.findall(r"[A-Z]+\d*(?![a-z])|[A-Z]?[a-z]+\d*|\d+", token.replace("IoU", "Iou"))
-            parts += [part.lower() for part in in_case]
-    return parts
+# What these names mean needs no telling. Of any other metric, `mode`, the model's own `mode` or a torchmetrics object
+# says it.
+MODE_OF_NAME = {"loss": "min", "acc": "max", "accuracy": "max"}
+STAGES = frozenset({"train", "training", "val", "valid", "validation", "test", "eval", "step", "epoch"})
 
 
 def direction_of_name(metric: str) -> str | None:
-    """Return `max` or `min` by the words of a metric's name, or None if they say neither or both."""
-    named_words = [word for word in words(metric) if word not in STAGES]
-    if {"log", "likelihood"} <= set(named_words):
-        return "min" if {"neg", "negative"} & set(named_words) else "max"
-    if OTHER & set(named_words) or OPPOSITE.search(metric):
-        return None
-    modes = [mode for word in named_words if (mode := _direction_of_word(word))]
-    if len(set(modes)) == 2:  # a score turned into a loss is one, as in `dice_loss`
-        return "min" if named_words[-1].rstrip("0123456789") in LOSSES else None
-    return modes[0] if modes else None
-
-
-def _direction_of_word(word: str) -> str | None:
-    for form in (word, word.rstrip("0123456789")):  # `ap50` and `acc5`, but `f1` and `l2` have their digits
-        if form in SMALLEST or (form.endswith(("loss", "error")) and not form.startswith(TURNED)):
-            return "min"
-        if form in LARGEST or (form.endswith(("accuracy", "f1score")) and not form.startswith(TURNED)):
-            return "max"
-    return None
+    """Return `max` or `min` for an accuracy or a loss, such as `val/acc` or `train_loss_epoch`; None for others."""
+    return MODE_OF_NAME.get(_without_stages(metric))
 
 
 def directions_of_module(module: Any) -> Known:
@@ -113,7 +62,9 @@ def directions_of_module(module: Any) -> Known:
 
 
 def _without_stages(name: str) -> str:
-    return "".join(word for word in words(name) if word not in STAGES)
+    """Return a metric's name without what says where it was logged: `loss` of `val/loss_epoch/dataloader_idx_0`."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"/dataloader_idx_\d+$", "", name).lower())
+    return "".join(word for word in words if word not in STAGES)
 
 
 def direction_of_object(metric: Any) -> str | None:

@@ -158,7 +158,7 @@ def followed_metric(groups: Sequence[Group]) -> tuple[str, str | None]:
     configs = [run.config for group in groups for run in group.runs]
     named = {(config.get("model.monitor", "val/acc"), config.get("model.mode")) for config in configs}
     monitor, mode = named.pop() if len(named) == 1 else ("val/acc", "max")
-    return monitor.removeprefix("val/"), direction_of_name(monitor) or mode
+    return monitor.removeprefix("val/"), mode or direction_of_name(monitor)
 
 
 def is_run(folder: Path) -> bool:
