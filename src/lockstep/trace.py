@@ -97,6 +97,8 @@ def recorded_clipping(recorder: "Recorder", clip: Any) -> Any:
 class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Calls `attach` when the program has imported torch."""
 
+    loader: Any = None  # torch's
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch" or self not in sys.meta_path:
             return None

@@ -252,9 +252,15 @@ def samples(view: View) -> list[Cause]:
         if short and at + 1 < len(mine) and theirs[at] == mine[at + 1]:
             what = f"{LABELS[1 - side]} leaves out the short last step of an epoch, {plural(counts[side], 'sample')}"
             return [Cause("samples lost", what, "drop_last, and how the data set is divided among ranks")]
-    shapes = [Counter(each.inputs for each in view.passes(side)).most_common(1)[0][0] for side in (0, 1)]
-    if not set(one) & set(other) and shapes[0].partition(",")[2] != shapes[1].partition(",")[2]:
-        what = f"the network's input is {shapes[0]} in the first, {shapes[1]} in the second"
+    shapes = [{each.inputs.partition(",")[2] for each in view.passes(side)} for side in (0, 1)]
+    alone = [
+        len({each.inputs.partition(",")[2] for at in range(1, view.pair.length + 1) for each in run.passes(at)})
+        for run in view.runs
+    ]
+    if not set(one) & set(other) and shapes[0] != shapes[1] and alone == [1, 1]:  # else it is padding
+        what = (
+            f"the network's input is {view.passes(0)[0].inputs} in the first, {view.passes(1)[0].inputs} in the second"
+        )
         return [Cause("inputs", what, "the size of a sample, or the batch size where it is a later dimension")]
     if usual[0] != usual[1]:
         what = f"a step of the first has {usual[0]} samples, one of the second {usual[1]}"
@@ -514,10 +520,11 @@ def scales(view: View) -> list[Cause]:
         short = 0 if passes[0] < usual[0] else 1
         if passes[short] < usual[short]:
             what = (
-                f"the last accumulation of an epoch has {passes[short]} of {usual[short]} micro-batches, and not their "
-                f"weight: gradients are {value:.4g} times as large"
+                f"step {view.step} of {LABELS[short]} has {passes[short]} of {usual[short]} micro-batches, and not "
+                f"their weight: gradients are {value:.4g} times as large"
             )
-            return [Cause("short last step", what, "divide the loss by the micro-batches that the step really has")]
+            change = "divide the loss by the micro-batches that a step really has, and step after the last one"
+            return [Cause("short last step", what, change)]
     in_loss = of_loss is not None and abs(of_loss / value - 1) < 1e-3
     in_reduction = of_loss is not None and abs(of_loss - 1) < 1e-3
     mean = {"loss": "the loss", "gradient": "the gradient"}["loss" if in_loss else "gradient"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.programs.sameness.causes import Cause, causes
 from lockstep.programs.sameness.judging import SHOWN, STAGES, STATE, Pair, differs_from_itself, unlike
-from lockstep.programs.sameness.recorded import Run, Side
+from lockstep.programs.sameness.recorded import Run, Side, Tensor
 from lockstep.text import join_names, plural
 
 SMALL = 0.05  # a difference up to this share of the size, without a cause, may be rounding that has grown
@@ -162,15 +162,22 @@ def _what(pair: Pair, step: int) -> str:
             a, b = one[shown.name], other[shown.name]
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             kind = "gradients before clipping" if stage == "unclipped" else stage
-            inner = float(a.sketch @ a.sketch)
-            ratio = float(a.sketch @ b.sketch) / inner if inner else 0.0
-            rest = float(((b.sketch - ratio * a.sketch) ** 2).sum()) ** 0.5 / (b.norm or 1.0)
-            if rest < 1e-3 and abs(ratio - 1) > 1e-3:
+            ratios = [_ratio(one[each.name], other[each.name]) for each in odd]
+            ratio = _ratio(a, b)
+            if ratio and abs(ratio - 1) > 1e-3 and all(each and abs(each / ratio - 1) < 1e-3 for each in ratios):
                 return f"{kind} of {shown.name}{more} are {ratio:.3f} times as large"
             return f"{kind} of {shown.name}{more} differ by {shown.distance:.0e} of their size"
     apart = pair.settings_apart(step)
     key, ((name, mine, theirs), *_) = next(iter(apart.items()))
     return f"{key} of {name} is {theirs}, not {mine}"
+
+
+def _ratio(one: Tensor, other: Tensor) -> float | None:
+    """Return by which factor a tensor is another one; None: it is no multiple of it."""
+    inner = float(one.sketch @ one.sketch)
+    ratio = float(one.sketch @ other.sketch) / inner if inner else 0.0
+    rest = float(((other.sketch - ratio * one.sketch) ** 2).sum()) ** 0.5 / (other.norm or 1.0)
+    return ratio if rest < 1e-3 else None
 
 
 def _notes(pair: Pair) -> list[str]:
