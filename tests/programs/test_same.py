@@ -84,7 +84,7 @@ def test_two_programs_and_their_traces(tmp_path: Path) -> None:
 
 
 PROGRAMS = {
-    "import importlib.metadata as m; m.version('torch'); import torch": "it took no optimizer step that torch.optim shows",
+    "import importlib.metadata as m; m.version('torch'); import torch": "it took no optimizer step that",
     "raise ValueError('wrong path')": "it failed before its first optimizer step (exit 1)",
     "import time; time.sleep(600)": "it took no optimizer step in time",
     "print('x' * 50_000_000)": "it took no optimizer step",
