@@ -85,6 +85,9 @@ class EvaluationLogs(_ResultCollection):
         """
         ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._local_logs()))
         for key, one in {key: one for _, logged in reversed(ranks) for key, one in logged.items()}.items():
+            if one.by_batch and not any(count for count, each in ranks if key in each):
+                self.pop(key, None)  # a rank without samples has logged it for its dummy sample
+                continue
             if key not in self or self[key].has_reset:
                 neutral = torch.tensor(NEUTRAL[one.reduction], dtype=torch.float64)
                 options = {**one.options, "reduce_fx": one.reduction, "sync_dist_fn": sync_dist_fn}
