@@ -122,6 +122,28 @@ def test_a_folder_beside_a_command(tmp_path: Path) -> None:
     )
 
 
+def test_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs of ours: exit code, JSON and page follow from what `compare --why` answers; unknown is not the same."""
+    from lockstep.errors import UserError
+    from lockstep.programs import same
+    from lockstep.programs.comparison import why
+
+    words = [str(tmp_path), str(tmp_path), "--json", "--report", str(tmp_path / "page.html")]
+    for answer, code in (
+        (why.Answer(3, 2, "fc", "fc.bias", ["seed"]), 1),
+        (why.Answer(3, 2, rounding=True), 0),
+        (why.Answer(notes=["same weights at every recorded step"]), 0),
+    ):
+        monkeypatch.setattr(why, "explain", lambda *_, answer=answer: answer)
+        assert same.main(words) == code
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["code"], shown["step"]) == (code, answer.step)
+        assert shown["line"] in (tmp_path / "page.html").read_text()
+    monkeypatch.setattr(why, "explain", lambda *_: why.Answer(notes=["no step has weights of both runs"], known=False))
+    with pytest.raises(UserError, match="no weights can be compared"):
+        same.main(words)
+
+
 @pytest.mark.nightly
 def test_a_program_that_ends_early_or_hangs(tmp_path: Path) -> None:
     path = tmp_path / "program.py"

@@ -19,10 +19,14 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.programs.common.parser import parser_of
+
+if TYPE_CHECKING:
+    from lockstep.programs.sameness.verdict import Verdict
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +70,7 @@ def main(words: list[str]) -> int:
     chosen = parser().parse_args(words)
     places = [Path(chosen.first), Path(chosen.second)]
     if all(os.path.isdir(place) for place in places):  # Path.is_dir() fails on a long command
-        return _folders(*places)
+        return _show(_folders(*places), chosen)
     if folder := next((place for place in places if os.path.isdir(place)), None):
         raise UserError(
             f"{folder}: a run's folder is compared with another one only: give two folders, or two commands"
@@ -78,6 +82,11 @@ def main(words: list[str]) -> int:
     verdict = compare(
         chosen.first, chosen.second, limits, twice=not chosen.once, announce=partial(print, file=sys.stderr)
     )
+    return _show(verdict, chosen)
+
+
+def _show(verdict: "Verdict", chosen: argparse.Namespace) -> int:
+    """Print a verdict, and write its page. Return the exit code."""
     if chosen.report:
         from lockstep.programs.sameness.page import page
 
@@ -86,9 +95,12 @@ def main(words: list[str]) -> int:
     return verdict.code
 
 
-def _folders(one: Path, other: Path) -> int:
+def _folders(one: Path, other: Path) -> "Verdict":
     from lockstep.programs.comparison import why  # torch takes seconds
+    from lockstep.programs.sameness.verdict import Verdict
 
     answer = why.explain(one, other)
-    print(answer.text)
-    return int(answer.step is not None and not answer.rounding)
+    if not answer.known:
+        raise UserError(f"{one}, {other}: no weights can be compared: {'; '.join(answer.notes)}")
+    line, *notes = answer.text.splitlines()
+    return Verdict(int(answer.step is not None and not answer.rounding), line, answer.step, notes=notes)

@@ -154,6 +154,7 @@ class Answer:
         causes: the causes.
         rounding: whether the runs differ by no more than rounding.
         notes: further lines.
+        known: whether weights of both runs were compared, recorded ones or computed again.
     """
 
     step: int | None = None
@@ -163,6 +164,7 @@ class Answer:
     causes: list[str] = field(default_factory=list)
     rounding: bool = False
     notes: list[str] = field(default_factory=list)
+    known: bool = True
 
     @property
     def text(self) -> str:
@@ -273,10 +275,11 @@ class _Search:
                 most = self.distance(self.both[-1]) if self.both else 0.0
                 placed = [f"rounding, which depends on {join_names(self.placement)}"]
                 note = f"never by more than rounding: by {most:.0e} of the size at step {self.both[-1]}, the last"
-                return Answer(first, since, causes=placed, rounding=True, notes=[note] if self.both else [])
+                notes = [note] if self.both else []
+                return Answer(first, since, causes=placed, rounding=True, notes=notes, known=bool(self.both))
             since, first = max((step for step in self.both if step < big), default=-1), big
         if first is None:
-            return Answer(causes=[*self.changed, *self.surroundings])
+            return Answer(causes=[*self.changed, *self.surroundings], known=False)
         layer = what = ""
         if first in self.both:
             odd = next(pair for pair in self.pairs(first) if apart(*pair) > tolerance)
