@@ -60,7 +60,7 @@ def blocks(job: str) -> list[list[Command]]:
     """Return the session for the overrides `job`; blocks are drawn with an empty line between them."""
     train = f"python src/train.py {job}"
     torchrun = (
-        "scripts/torchrun.sh --nnodes=2 --nproc-per-node=2 --rdzv-endpoint=node0:29500 \\\n"
+        "lockstep torchrun --nnodes=2 --nproc-per-node=2 --rdzv-endpoint=node0:29500 \\\n"
         f"    src/train.py {job} name=two"
     )
     return [

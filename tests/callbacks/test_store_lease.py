@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from lightning.pytorch import Callback
 from plain import Plain, loaders, trainer_with
 
@@ -18,6 +17,7 @@ from lockstep.callbacks import store_lease
 from lockstep.callbacks.store_lease import StoreLease, store_leases
 from lockstep.errors import WorkerFailed
 from lockstep.launch.environment import STORE
+from lockstep.programs import torchrun
 
 SERVER = """
 import time
@@ -79,13 +79,6 @@ def test_a_store_that_is_missing_is_lost_at_the_start(tmp_path: Path) -> None:
         trainer_with(tmp_path, StoreLease("127.0.0.1:1", 1.0)).fit(Plain(), **loaders())
 
 
-COMMANDS = {
-    "ip": """case "$*" in *route*) echo "10.0.0.2 src 10.0.0.1" ;; *) echo "2: eth0 inet 10.0.0.1/24" ;; esac""",
-    "torchrun": 'echo "store=${LOCKSTEP_RDZV_STORE-}"',
-}
-
-
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "store"),
     [
@@ -95,14 +88,18 @@ COMMANDS = {
         ("--nnodes=1:3", ""),
     ],
 )
-def test_the_script_names_the_store_if_fewer_machines_may_continue(tmp_path: Path, arguments: str, store: str) -> None:
-    for name, body in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON_EXEC": "python"}
-    command = ["bash", str(ROOT / "scripts" / "torchrun.sh"), *arguments.split(), "src/train.py", "--nnodes=1:9"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"store={store}\n"
+def test_torchrun_is_told_the_store_if_fewer_machines_may_continue(
+    arguments: str, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execve", lambda program, words, variables: started.append((words, variables)))
+    words = [*arguments.split(), "src/train.py", "--nnodes=1:9", "--help"]
+    torchrun.main(words)
+    ((command, variables),) = started
+    assert command[-len(words) :] == words, "the last ones of torchrun's options count"
+    assert variables.get(STORE, "") == store
+    assert any(word.startswith("--rdzv-conf=is_host=0,") for word in command) == ("10.0.0.2" in arguments)
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_only_workers_of_torchrun_have_one(set_environment: Callable[..., None]) -> None:

@@ -48,8 +48,7 @@ class Site:
         home.joinpath("src", "project", "slow.py").write_text(CALLBACK)
         home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
         home.joinpath("scripts").mkdir()
-        for script in ("slurm.sh", "torchrun.sh"):
-            shutil.copy(ROOT / "scripts" / script, home / "scripts")
+        shutil.copy(ROOT / "scripts" / "slurm.sh", home / "scripts")
 
     def start(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program in this folder, in a process group of its own."""

@@ -53,19 +53,6 @@ def test_its_two_commands_work(dogs: Path) -> None:
     assert run("git", "status", "--short", cwd=dogs) == "", "no run is committed by mistake"
 
 
-def test_its_torchrun_is_that_of_its_environment(dogs: Path) -> None:
-    """In a shell in which no environment is activated."""
-    bare = subprocess.run(
-        [dogs / "scripts" / "torchrun.sh", "--help"],
-        cwd=dogs,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "--max-restarts" in bare.stdout, bare.stderr
-
-
 def test_it_is_small_and_nothing_of_ours_is_left(dogs: Path) -> None:
     files = [dogs / name for name in run("git", "ls-files", cwd=dogs).split()]
     assert len(files) <= 45

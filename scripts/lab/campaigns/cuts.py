@@ -1,6 +1,6 @@
 """Cut the network between machines at random, and check that no two runs write one run's folder.
 
-The machines run under scripts/torchrun.sh, see campaigns/fleet.py. Each has its own `outputs`, or all share one, as if
+The machines run under `lockstep torchrun`, see campaigns/fleet.py. Each has its own `outputs`, or all share one, as if
 it were on a file server that every part of a cut network still reaches. Linux and root only.
 """
 

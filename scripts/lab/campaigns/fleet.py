@@ -1,4 +1,4 @@
-"""One run on machines under scripts/torchrun.sh, which is started again where it has ended, and its record.
+"""One run on machines under `lockstep torchrun`, which is started again where it has ended, and its record.
 
 An init system, or a cluster's controller, starts it again like that. The command is always the same; `--rdzv-id` names
 the run's folder, so a machine continues the run also if no other is left. Linux and root only.
@@ -18,7 +18,6 @@ from typing import Any
 from campaigns.campaign import END_SECONDS, Campaign
 from campaigns.processes import Process
 from network.machines import Machines
-from repository import ROOT
 
 AGAIN = 0.5  # seconds until torchrun is started again where it has ended
 PATIENCE = 180  # seconds until machines must take steps, or end
@@ -194,7 +193,7 @@ class Fleet:
     def _start(self, number: int) -> None:
         home = self.homes[number]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        engine = ["env", f"PATH={path}", str(ROOT / "scripts" / "torchrun.sh"), f"--nnodes=1:{len(self.homes)}"]
+        engine = ["env", f"PATH={path}", "lockstep", "torchrun", f"--nnodes=1:{len(self.homes)}"]
         engine += ["--nproc-per-node=1", "--max-restarts=1000", "--rdzv-id=storm"]
         engine += [f"--rdzv-endpoint={self.machines.address(self.server)}:{PORT}"]
         command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])

@@ -11,7 +11,7 @@ from torch.distributed import DistError, TCPStore
 from lockstep.errors import WorkerFailed
 from lockstep.launch.environment import environment
 
-LEASE_SECONDS = 3.0  # after this time without a heartbeat, torchrun's agents replace a machine (scripts/torchrun.sh)
+LEASE_SECONDS = 3.0  # after this time without a heartbeat, torchrun's agents replace a machine (`lockstep torchrun`)
 ASK_SECONDS = 0.5
 
 
@@ -71,6 +71,6 @@ class StoreLease(Callback):
 
 
 def store_leases() -> list[Callback]:
-    """Return the callback of a run that scripts/torchrun.sh started and fewer machines may continue; none otherwise."""
+    """Return the callback of a run that `lockstep torchrun` started and fewer machines may continue; none otherwise."""
     here = environment()
     return [StoreLease(here.rdzv_store)] if here.rdzv_store and here.launcher == "torchrun" else []

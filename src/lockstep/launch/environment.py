@@ -33,7 +33,7 @@ PARENT = "LOCKSTEP_PARENT"
 # torchrun's variables, since the worker would otherwise count as started by torchrun.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files, see `scratch_folder`
-# Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
+# Host and port of torchrun's store. `lockstep torchrun` sets it if the number of machines may change (--nnodes=1:3).
 STORE = "LOCKSTEP_RDZV_STORE"
 
 # The names of four variables: rank, world size, local rank, local world size.
@@ -65,7 +65,7 @@ class Environment:
     master_addr: str  # empty: the engine does not set it
     master_port: int
     agent_store: bool  # whether the store of torchrun's agent is at the master's address
-    rdzv_store: str  # host and port of torchrun's store; empty: scripts/torchrun.sh does not set it
+    rdzv_store: str  # host and port of torchrun's store; empty: `lockstep torchrun` does not set it
     restarts: int  # how many times the workers were restarted
     started: float  # `time.time()` when the command or the sweep's job started
     scratch: str  # the run's folder for temporary files; empty: no parent has created one

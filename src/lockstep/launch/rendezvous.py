@@ -272,15 +272,20 @@ def resolve_address(host: str, port: int) -> str:
     return addresses[0]
 
 
-def interface_towards(address: str) -> str | None:
-    """Return the network interface that leads to an IPv4 address; None if it is unknown."""
+def address_towards(address: str) -> str | None:
+    """Return this machine's own address on the way to another address; None if there is no way."""
     with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
-        local_address = str(probe.getsockname()[0])
-        if ip_address(local_address).is_loopback:
-            return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        return next((name for name, interface_address in _interfaces() if interface_address == local_address), None)
+        return str(probe.getsockname()[0])
     return None
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the network interface that leads to an IPv4 address; None if it is unknown."""
+    local_address = address_towards(address)
+    if local_address and ip_address(local_address).is_loopback:
+        return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    return next((name for name, interface_address in _interfaces() if interface_address == local_address), None)
 
 
 def _interfaces() -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2]
 TEMPLATE = (
     *("conf", "src/project", "src/train.py", "src/evaluate.py", "src/predict.py"),
-    *("scripts/slurm.sh", "scripts/torchrun.sh"),
+    "scripts/slurm.sh",
 )
 MANUAL = ("use", "devices", "trust", "extras", "troubleshooting")  # what of docs/ is for those who use Lockstep
 

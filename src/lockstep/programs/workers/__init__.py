@@ -1,1 +1,1 @@
-"""Workers of torchrun as forks of a process that has imported everything: scripts/torchrun.sh."""
+"""Workers of torchrun as forks of a process that has imported everything: `lockstep torchrun`."""
