@@ -126,7 +126,7 @@ def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
 def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int = 6, **options: Any) -> Layout:
     """Return the layout of some ranks, of a single device, or with `strategy="dp"` of a process with some devices."""
     strategy = options.pop("strategy", "ddp" if world > 1 else "single")
-    options |= {"weights": "sharded"} if strategy == "fsdp" else {}
+    options |= {"weights": "sharded"} if strategy == "fsdp" else {"one_process": strategy == "dp"}
     return resolve(
         strategy=strategy,
         accelerator="cpu",

@@ -33,7 +33,13 @@ MODEL = Model()
 def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, strategy: str = "ddp") -> Layout:
     strategy = strategy if devices > 1 else "single"
     return resolve(
-        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=batch_size, pieces=pieces
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=1,
+        batch_size=batch_size,
+        pieces=pieces,
+        one_process=strategy == "dp",
     )
 
 

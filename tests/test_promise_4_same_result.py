@@ -53,7 +53,9 @@ def layouts(either: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_one_sha256_over_all_layouts(layouts: Run) -> None:
     actual = [summary_of(folder) for folder in layouts.jobs]
-    assert len({(s["layout"]["strategy"], s["layout"]["devices"]) for s in actual}) == 6
+    used = {(s["layout"]["strategy"], s["layout"]["devices"]) for s in actual}
+    assert used >= {("ddp", 3), ("ddp", 4), ("dp", 3), ("dp", 4)}
+    assert {devices for _, devices in used} == {1, 3, 4}
     assert len(set(shas(layouts))) == 1, shas(layouts)
     # and so the same numbers, of validation and test
     for name in ("val/acc", "test/acc", "test/loss"):

@@ -31,7 +31,7 @@ def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) ->
 
 
 def test_dp_assigns_pieces_in_rounds() -> None:
-    layout = make(strategy="dp", devices=3, pieces=8, batch_size=8)
+    layout = make(strategy="dp", one_process=True, devices=3, pieces=8, batch_size=8)
     assert layout.micro_batches(0) == [(0, 0), (1, 3), (2, 6), (0, 1), (1, 4), (2, 7), (0, 2), (1, 5)]
 
 
@@ -173,7 +173,10 @@ def test_layouts_with_more_pieces_divide_the_batch_and_load_devices_equally() ->
 
 
 def test_what_follows_from_a_layout() -> None:
-    ddp, dp = make(devices=2, num_nodes=3, batch_size=66), make(strategy="dp", devices=3, batch_size=66)
+    ddp, dp = (
+        make(devices=2, num_nodes=3, batch_size=66),
+        make(strategy="dp", one_process=True, devices=3, batch_size=66),
+    )
     staged = make(strategy="stages", devices=4, weights="staged", pieces=6, batch_size=66)
     single = make(strategy="single")
     layouts = (ddp, dp, single, staged)

@@ -27,7 +27,7 @@ from lockstep.guards.losses import grows, may_grow
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import CannotRepeat, repeated
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.strategies import DP, Auto
+from lockstep.strategies import DDP, DP
 
 SAMPLES, BATCH = 32, 16
 
@@ -74,9 +74,16 @@ def fit(
     splits = Splits(data, None, None, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
     kind, devices = ("dp", 2) if dp else ("single", 1)
     layout = resolve(
-        strategy=kind, accelerator="cpu", devices=devices, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
+        strategy=kind,
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=1,
+        batch_size=BATCH,
+        pieces=pieces,
+        exact=exact,
+        one_process=dp,
     )
-    strategy = (DP if dp else Auto)().build(layout).strategy
+    strategy = (DP if dp else DDP)().build(layout).strategy
     gradients = (ExactGradientSum if exact and pieces > 1 else GradientSum)(strategy, 1)
     options = QUIET | {"default_root_dir": folder, "max_steps": 2, "logger": False}
     trainer = StepTrainer(gradients, [FirstStepCheck(compiled=False)] if check else [], 3, **options)

@@ -270,7 +270,7 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for request in (False, True):
-            strategy: Any = DDP(sync_batchnorm=request).build(Layout("ddp", "cpu", 1, 1, 2, 1)).strategy
+            strategy: Any = DDP(sync_batchnorm=request).build(Layout("ddp", "cpu", 2, 1, 2, 2)).strategy
             strategy.parallel_devices = [torch.device("cpu")]
             strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
             try:

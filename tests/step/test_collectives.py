@@ -44,7 +44,7 @@ from lockstep.lightning.torch_ddp import number_of_collectives
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
 from lockstep.step.gradients import GradientSum
-from lockstep.strategies import DDP, Auto
+from lockstep.strategies import DDP
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CLASSES, SAMPLES = 3, 30
@@ -99,7 +99,7 @@ def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -
     }
     strategy = "ddp" if world > 1 else "single"
     layout = resolve(strategy=strategy, accelerator="cpu", devices=world, num_nodes=1, **size)
-    sums = GradientSum(Auto().build(layout).strategy, world)
+    sums = GradientSum(DDP().build(layout).strategy, world)
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
     quiet = QUIET | {"devices": world, "callbacks": callbacks}
     return StepTrainer(sums, [], 0, **(quiet | options)), StepData(splits, layout, 0, rank, num_workers=0)

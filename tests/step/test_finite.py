@@ -25,7 +25,7 @@ from lockstep.step.finite import FiniteGradientCheck, finite_if_all_are
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
 from lockstep.step.passes import StepPasses
-from lockstep.strategies import Auto
+from lockstep.strategies import DDP
 
 BROKEN = 7  # id of a sample
 
@@ -47,7 +47,7 @@ class Net(pl.LightningModule):
 def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, later: bool = False) -> str:
     splits = Splits(TensorDataset(x, y), None, None, Spec(1, 4, ("a", "b", "c")), "none", Augment())
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=16, pieces=2)
-    strategy = Auto().build(layout).strategy
+    strategy = DDP().build(layout).strategy
     options = QUIET | {"default_root_dir": folder, "max_epochs": 20, "logger": False}
     trainer = StepTrainer(GradientSum(strategy, 1), [FiniteGradientCheck("stop", later)], 3, **options)
     with pytest.raises(NonFinite) as caught:

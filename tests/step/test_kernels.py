@@ -24,7 +24,7 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.buffers import COMPARED_STEPS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.strategies import Auto
+from lockstep.strategies import DDP
 
 COUNTED = COMPARED_STEPS + 2  # number of the step that is counted: the contents of buffers are compared no more
 
@@ -71,7 +71,7 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
         y = torch.randint(0, 3, (samples,), generator=generator)
         splits = Splits(TensorDataset(x, y), None, None, Spec(1, size, ("a", "b", "c")), "none", Augment(2, True))
         layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=pieces)
-        strategy = Auto().build(layout).strategy
+        strategy = DDP().build(layout).strategy
         counted = CountStep()
         options = QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False, "callbacks": [counted]}
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)

@@ -29,7 +29,7 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.strategies import Auto
+from lockstep.strategies import DDP
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -152,7 +152,7 @@ def fit(
     if isinstance(module, Loud):
         module.calls = recorder.calls
     options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
-    strategy: Any = Auto().build(layout).strategy
+    strategy: Any = DDP().build(layout).strategy
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
@@ -654,7 +654,7 @@ def test_an_optimizers_state_gets_the_memory_format_of_its_parameters() -> None:
         return made
 
     saved = optimizer(torch.contiguous_format)
-    strategy: Any = Auto().build(Layout("single", "cpu", 1, 1, 1, 1)).strategy
+    strategy: Any = DDP().build(Layout("single", "cpu", 1, 1, 1, 1)).strategy
     strategy.optimizers = [optimizer(torch.channels_last)]
     strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
     (weight, state), (before, *_) = next(iter(strategy.optimizers[0].state.items())), saved.state.values()

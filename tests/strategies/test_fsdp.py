@@ -218,8 +218,8 @@ def test_machines_that_do_not_see_the_folder_can_not_save_parts(
 
 
 def test_one_device_is_not_sharded() -> None:
-    assert FSDP().layout_name(1) == "single"
-    assert FSDP().layout_name(2) == "fsdp"
+    assert type(FSDP().build(Layout("single", "cpu", 1, 1, 4, 2)).strategy).__name__ == "OneProcess"
+    assert type(FSDP().build(Layout("fsdp", "cpu", 2, 1, 4, 2)).strategy).__name__ == "FullySharded"
     assert os.environ.get("RANK") is None
 
 

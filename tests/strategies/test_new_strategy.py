@@ -19,9 +19,6 @@ class Backwards(Strategy):
 
     name = "backwards"
 
-    def layout_name(self, devices):
-        return self.name if devices > 1 else "single"
-
     def conflicts(self, config):
         if config.compile:
             yield "compile=true", "strategy=backwards", "a short last piece comes first; use strategy=ddp"

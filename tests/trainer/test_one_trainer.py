@@ -18,7 +18,7 @@ from lockstep.job.build import make_trainer
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
-from lockstep.strategies import Auto
+from lockstep.strategies import DDP
 
 
 def refusal(function: Any, *args: Any, **options: Any) -> str:
@@ -97,7 +97,7 @@ def test_hooks_sums_and_observers_are_arguments(tmp_path: Path) -> None:
     plain, other = Net(), Net()
     other.load_state_dict(plain.state_dict())
     trainer(tmp_path / "plain").fit(plain, loader())
-    sums = Halved(Auto().build(layout).strategy, 1)
+    sums = Halved(DDP().build(layout).strategy, 1)
     parts: dict[str, Any] = {"hooks": [hook], "gradients": sums, "checkpoint_io": AtomicCheckpointIO([Note()])}
     trainer(tmp_path / "parts", **parts).fit(other, loader())
     assert hook.steps == 12
@@ -109,7 +109,7 @@ def test_hooks_sums_and_observers_are_arguments(tmp_path: Path) -> None:
 
 def test_a_layout_decides_the_sizes(tmp_path: Path) -> None:
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
-    parts: dict[str, Any] = {"layout": layout, "strategy": Auto(), "seed": 0, "checkpoint_io": AtomicCheckpointIO()}
+    parts: dict[str, Any] = {"layout": layout, "strategy": DDP(), "seed": 0, "checkpoint_io": AtomicCheckpointIO()}
     with pytest.raises(UserError, match="the config of the layout decides it: leave pieces=2 out"):
         lockstep.Trainer(**parts, pieces=2, default_root_dir=tmp_path)
     with pytest.raises(UserError, match="lacks what a config gives beside it"):

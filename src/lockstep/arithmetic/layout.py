@@ -30,8 +30,7 @@ class Layout:
     """The assignment of a step's pieces to devices.
 
     Attributes:
-        strategy: `single`, `dp` (one process, several devices), or the name of another strategy, which has a process
-            for each device.
+        strategy: the strategy's name; `single` on one device.
         accelerator: `cpu` or `gpu`.
         devices: devices of one node.
         num_nodes: machines.
@@ -41,6 +40,7 @@ class Layout:
         shares: relative number of pieces of each device, in rank order; empty: equal shares.
         weights: what a process has of the weights: `whole`; `sharded`, a part of each tensor between its passes; or
             `staged`, the layers of its stage, and every piece passes all stages.
+        one_process: whether one process uses all devices; otherwise each device has a process.
     """
 
     strategy: str
@@ -52,6 +52,7 @@ class Layout:
     exact: bool | str = False
     shares: tuple[float, ...] = ()
     weights: str = "whole"
+    one_process: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -65,15 +66,15 @@ class Layout:
 
     @property
     def has_process_group(self) -> bool:
-        """True if the workers form a process group. With ddp, a single worker does, too."""
-        return self.strategy not in ("single", "dp")
+        """True if several workers form a process group."""
+        return self.num_devices > 1 and not self.one_process
 
     @property
     def replicas(self) -> int:
         """Processes that compute with a whole network each and share the pieces of a step.
 
-        With dp there is one: it has the network and copies its weights to the other devices. With stages there is one
-        network in all processes.
+        One process with several devices copies its weights to the others. With stages there is one network in all
+        processes.
         """
         return 1 if self.weights == "staged" else self.world_size
 
@@ -118,7 +119,7 @@ class Layout:
 
         A process with several devices takes the first piece of each device, then the second piece of each, and so on.
         """
-        devices = range(self.num_devices) if self.strategy == "dp" else (rank,)
+        devices = range(self.num_devices) if self.one_process else (rank,)
         owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
         return [pair for pairs in zip_longest(*owned) for pair in pairs if pair is not None]
 
@@ -210,12 +211,13 @@ def resolve(
     exact: bool | str = False,
     shares: tuple[float, ...] = (),
     weights: str = "whole",
+    one_process: bool = False,
     equal_pieces: bool = True,
 ) -> Layout:
     """Return the layout of a config.
 
     Args:
-        strategy: see `Layout`.
+        strategy: the name of what runs several devices.
         accelerator: see `Layout`.
         devices: see `Layout`.
         num_nodes: see `Layout`.
@@ -225,6 +227,7 @@ def resolve(
         exact: see `Layout`.
         shares: see `Layout`.
         weights: what a process has of them on several devices; see `Layout`.
+        one_process: see `Layout`.
         equal_pieces: whether all pieces of a full step must have the same size. In an evaluation they may differ by a
             sample.
 
@@ -245,8 +248,11 @@ def resolve(
                 f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or use pieces={num_devices * accumulate}"
             )
-    weights = weights if num_devices > 1 else "whole"
-    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, num_pieces, exact, shares, weights)
+    if num_devices == 1:
+        strategy, weights = "single", "whole"
+    layout = Layout(
+        strategy, accelerator, devices, num_nodes, batch_size, num_pieces, exact, shares, weights, one_process
+    )
     if num_pieces > layout.max_pieces:
         limit = f"{layout.max_pieces:,} pieces{' with exact=true' * bool(exact)}"
         raise UserError(f"{reason} is too many: a step has at most {limit}")

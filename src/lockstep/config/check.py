@@ -126,10 +126,9 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
     accelerator, devices = choose_devices(keys.accelerator, keys.devices)
-    name = strategy.layout_name(devices * keys.num_nodes)  # strategy=auto has another name with one device
-    rules.refuse_several_workers(name)
+    rules.refuse_several_workers(strategy)
     layout = layouts.resolve(
-        strategy=name,
+        strategy=strategy.name,
         accelerator=accelerator,
         devices=devices,
         num_nodes=keys.num_nodes,
@@ -139,6 +138,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         exact=keys.exact,
         shares=strategy.shares,
         weights=strategy.weights,
+        one_process=strategy.one_process,
         equal_pieces=trains,
     )
     precision = keys.precision

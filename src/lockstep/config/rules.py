@@ -76,15 +76,11 @@ def refuse_conflicts(strategy: Strategy, settings: RunSettings) -> None:
     refuse(strategy.conflicts(settings))
 
 
-def refuse_several_workers(name: str) -> None:
-    """Refuse `dp` where an engine has started several workers.
-
-    Args:
-        name: the layout's strategy.
-    """
-    if name == "dp" and external_workers() > 1:
+def refuse_several_workers(strategy: Strategy) -> None:
+    """Refuse a strategy that runs in one process where an engine has started several workers."""
+    if strategy.one_process and external_workers() > 1:
         several = f"{environment().started_by} has started several workers"
-        raise UserError(f"strategy=dp runs in one process, but {several}: give strategy=ddp")
+        raise UserError(f"strategy={strategy.name} runs in one process, but {several}: give strategy=ddp")
 
 
 def refuse_several_machines(nodes: Any, command: Callable[[], str]) -> None:

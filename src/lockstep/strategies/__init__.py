@@ -5,7 +5,6 @@ These modules import quickly, because a config is checked with them before torch
 
 from lockstep.arithmetic.layout import Action as Action
 from lockstep.strategies.ddp import DDP as DDP
-from lockstep.strategies.ddp import Auto as Auto
 from lockstep.strategies.dp import DP as DP
 from lockstep.strategies.fsdp import FSDP as FSDP
 from lockstep.strategies.strategy import RunSettings as RunSettings

@@ -1,4 +1,4 @@
-"""`strategy=ddp`, and `strategy=auto`, which is ddp on several devices."""
+"""`strategy=ddp`, and `strategy=auto`."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -10,7 +10,7 @@ from lockstep.text import plural
 
 
 class DDP(Strategy):
-    """A process per device.
+    """A process per device; one device alone.
 
     Args:
         shares: relative number of pieces of each device, in rank order; None: equal shares.
@@ -74,11 +74,3 @@ class DDP(Strategy):
                 "strategy.compression=powersgd starts again: checkpoints do not have its state, so the weights will "
                 "differ from those of an uninterrupted run"
             )
-
-
-class Auto(DDP):
-    """One device without a wrapper; several devices as with `DDP`."""
-
-    def layout_name(self, devices: int) -> str:
-        """Return `single` for one device, else `ddp`."""
-        return "ddp" if devices > 1 else "single"

@@ -18,6 +18,7 @@ class DP(Strategy):
     """
 
     name = "dp"
+    one_process = True
 
     def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield `compile=true`."""

@@ -40,11 +40,12 @@ class Strategy:
         shares: relative number of pieces of each device, in rank order; None: equal shares.
 
     Attributes:
-        name: the layout's `strategy` name, which `layout_name` may override.
+        name: the layout's name of it on several devices. One device needs no strategy: its layout is `single`.
         shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent; see `DDP`.
         sync_batchnorm: whether BatchNorm is computed over several pieces; see `DDP`.
         weights: what a process has of the weights on several devices; see `Layout`.
+        one_process: whether one process uses all devices; see `Layout`.
         checkpoint: `whole`, or `sharded` if a checkpoint has a folder of the processes' parts beside its file.
 
     Raises:
@@ -55,16 +56,13 @@ class Strategy:
     compression: str = "none"
     sync_batchnorm = False
     weights: str = "whole"
+    one_process = False
     checkpoint: str = "whole"
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
         self.shares = tuple(map(float, shares or ()))
         if any(share <= 0 for share in self.shares) or not math.isfinite(sum(self.shares)):
             raise ValueError(f"shares={list(self.shares)}: must be finite numbers above 0")
-
-    def layout_name(self, devices: int) -> str:
-        """Return the layout's `strategy` name on `devices` devices over all nodes."""
-        return self.name
 
     def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield settings that can't be combined: two settings as a user types them, and the reason.

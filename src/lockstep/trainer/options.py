@@ -24,9 +24,9 @@ from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.private_names import device_of, unusual_option
-from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
+from lockstep.strategies import DDP, DP, FSDP, Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
+STRATEGIES: dict[str, type[Strategy]] = {"auto": DDP, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 PRECISIONS = {
     None: "32-true",
@@ -253,26 +253,22 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
     """
     if not isinstance(accelerator, str) or accelerator not in ACCELERATORS:
         raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
-    workers, one_process = external_workers(), isinstance(strategy, DP)
-    if one_process:
-        rules.refuse_several_workers("dp")
+    workers = external_workers()
+    rules.refuse_several_workers(strategy)
     chosen: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes}
-    if workers > 1 or (workers and not one_process):
+    if workers > 1 or (workers and not strategy.one_process):
         chosen |= devices_of_engine({name: value for name, value in chosen.items() if value is not None})
     rules.refuse_several_machines(num_nodes, lambda: f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}")
     wanted: Any = "auto" if chosen["devices"] in ("auto", -1, "-1") else chosen["devices"] or 1
     kind, number = choose_devices(ACCELERATORS[accelerator], wanted)
     nodes = chosen["num_nodes"] or 1
-    name = strategy.layout_name(number * nodes)
-    if number * nodes == 1 and isinstance(strategy, DDP):
-        name = "single"  # one process needs no group
-    if name not in ("single", "dp") and not workers:
+    if number * nodes > 1 and not strategy.one_process and not workers:
         raise UserError(
-            f"Trainer(devices={number}, strategy={name!r}): this process is alone: call lockstep.launch(function, "
-            f"devices={number}), where the function makes the Trainer, or start it by torchrun "
-            f"--nproc-per-node={number}"
+            f"Trainer(devices={number}, strategy={strategy.name!r}): this process is alone: call "
+            f"lockstep.launch(function, devices={number}), where the function makes the Trainer, or start it by "
+            f"torchrun --nproc-per-node={number}"
         )
-    return {"strategy": name, "accelerator": kind, "devices": number, "num_nodes": nodes}
+    return {"strategy": strategy.name, "accelerator": kind, "devices": number, "num_nodes": nodes}
 
 
 def refuse_more_than_one(strategy: Any, number: int) -> None:

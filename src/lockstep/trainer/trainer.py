@@ -47,7 +47,7 @@ from lockstep.lightning.private_names import last_checkpoints, timeout_of
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
-from lockstep.strategies import Auto, Strategy
+from lockstep.strategies import Strategy
 from lockstep.text import join_names
 from lockstep.trainer.data import (
     batch_size_of,
@@ -222,12 +222,11 @@ class Trainer(StepTrainer):
             "exact": exact,
             "shares": kind.shares,
             "weights": kind.weights,
+            "one_process": kind.one_process,
         }
         layout = self._layout(batch_size)
         precision = PRECISIONS.get(precision, precision)
         check_pairs(kind, layout, precision, options)
-        if layout.strategy == "single":
-            kind = Auto()  # ddp on one device needs no process group
         portable.set_up_worker(exact)
         set_up_process(layout)
 

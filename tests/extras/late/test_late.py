@@ -23,7 +23,7 @@ from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.strategy import proxy
-from lockstep.strategies import Auto
+from lockstep.strategies import Strategy
 from lockstep_extras.late.sum import ApplyRemaining, LatePasses, late_sum
 
 
@@ -119,7 +119,7 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     """Take four steps as rank zero of so many: each exchange of sums returns its own."""
     on: dict[str, Any] = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
-    strategy = Auto().build(layout).strategy
+    strategy = Strategy().build(layout).strategy
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
     gradients: GradientSum = kind(strategy, world_size)
     if late:

@@ -41,10 +41,6 @@ class FSDP(Strategy):
         self.blocks = blocks
         self.checkpoint = checkpoint
 
-    def layout_name(self, devices: int) -> str:
-        """Return `single` for one device, which has nothing to share."""
-        return self.name if devices > 1 else "single"
-
     def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield `compile=true`, fp16, and `offload` on a CPU."""
         strategy = "strategy=fsdp"
@@ -62,7 +58,7 @@ class FSDP(Strategy):
 
     def build(self, layout: Layout) -> "GradientSum":
         """Return the sum of a step's gradients, of which each of several processes has a part."""
-        if layout.strategy != self.name:
+        if layout.num_devices == 1:
             return super().build(layout)
         from lockstep.step.gradients import gradient_sum
         from lockstep.strategies.fsdp.strategy import FullySharded
