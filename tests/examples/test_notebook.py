@@ -15,7 +15,8 @@ NOTEBOOK = json.loads((ROOT / "examples" / "lockstep.ipynb").read_text())
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 RESULTS = """
 import json
-numbers = [float(difference(*pair).max()) for pair in (("one", "ddp of three"), ("rounded one", "rounded three"))]
+pairs = ("one", "ddp of three"), ("rounded, one", "rounded, ddp of three")
+numbers = [float(difference(*pair).max()) for pair in pairs]
 Path("results.json").write_text(json.dumps([hashes, other, numbers]))
 """
 
