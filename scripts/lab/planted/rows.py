@@ -61,6 +61,7 @@ ROWS = (
         "noise|--net=dropout|ranks=2 --net=dropout",
         "order of samples|ranks=2|ranks=2 --bug=set_epoch",
         "order of samples|ranks=2 --net=labelled|ranks=2 --net=labelled --bug=set_epoch",
+        "order of samples||--bug=late-noise",
         "samples lost|--samples=60|--samples=60 --bug=drop_last",
         "samples repeated|--samples=61|ranks=2 --samples=61",
         "same samples on each rank|ranks=2|ranks=2 --bug=same-samples",

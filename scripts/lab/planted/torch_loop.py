@@ -54,7 +54,7 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss(reduction=reduction)
     for epoch in range(a.epochs):
         if bug != "set_epoch":
-            sampler.set_epoch(epoch)
+            sampler.set_epoch(epoch + (bug == "late-noise"))
         for at, (x, y) in enumerate(loader):
             last = (at + 1) % a.accumulate == 0 or at + 1 == len(loader)
             window = a.accumulate
@@ -90,6 +90,9 @@ def main() -> None:
                     p.grad.div_(length)
             optimizer.step()
             optimizer.zero_grad()
+            if bug == "late-noise" and at == 1:  # as from another process that writes these weights
+                noise = torch.Generator().manual_seed(time.time_ns())
+                net.load_state_dict({k: v + torch.randn(v.shape, generator=noise) for k, v in net.state_dict().items()})
             if schedule and bug != "schedule-per-micro-batch":
                 for _ in range(size if bug == "schedule-per-process" else 1):
                     schedule.step()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
-from lockstep.programs.sameness.recorded import EPSILONS, Run, Side, Step, Tensors
+from lockstep.programs.sameness.recorded import EPSILONS, Run, Side, Step, Tensor, Tensors
 
 MARGIN = 32.0  # one flipped bit is one rounding of many
 AHEAD = 2  # steps: a difference may grow a little earlier than in the run that measures
@@ -116,6 +116,17 @@ class Pair:
                     result.setdefault(key, []).append((name, mine, theirs))
         return result
 
+    @cached_property
+    def begins(self) -> int:
+        """The first step at which a bit of a gradient differs."""
+        steps = range(1, self.length + 1)
+        return next((step for step in steps if any(each[0].digest != each[1].digest for each in self.both(step))), 0)
+
+    def both(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each gradient of a step of both sides."""
+        one, other = self.tensors("gradients", step)
+        yield from ((value, other[name]) for name, value in one.items() if name in other)
+
     def rounding(self, stage: str, step: int, name: str) -> float:
         """Return how far rounding takes a tensor, as a share of its size."""
         sizes = self.measured(stage, step)
@@ -137,7 +148,8 @@ class Pair:
             sizes: dict[str, float] = {}
             other_names = {theirs: mine for mine, theirs in self.names.items()}
             for run, changed, first in self.measures:
-                for at in range(int(stage not in STATE), min(step + AHEAD, run.length, changed.length) + 1):
+                last = step + AHEAD if step > self.begins else step  # rounding begins small
+                for at in range(int(stage not in STATE), min(last, run.length, changed.length) + 1):
                     for name, value in run_distances(run, changed, stage, at).items():
                         mine = name if first else other_names.get(name, name)
                         sizes[mine] = max(sizes.get(mine, 0.0), value)
