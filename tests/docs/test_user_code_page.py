@@ -10,7 +10,7 @@ from conftest import Program, checkpoint_of, summary_of, template
 from torch.nn.functional import cross_entropy
 
 from lockstep.data.build import open_data
-from project.models import MnistCNN
+from lockstep.vision.models import SmallCNN
 
 pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.nightly]
 
@@ -75,7 +75,7 @@ def test_a_custom_loss_is_used(followed: dict[str, Path]) -> None:
     metrics = summary_of(one(followed, "model=focal"))["metrics"]
     assert metrics["test/acc"] > 0.8
     checkpoint = checkpoint_of(one(followed, "model=focal"), "best")
-    net = MnistCNN(channels=1, image_size=28, num_classes=10).eval()
+    net = SmallCNN(channels=1, image_size=28, num_classes=10).eval()
     net.load_state_dict(checkpoint["state_dict"])
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.test.__getitems__(range(len(splits.test)))
