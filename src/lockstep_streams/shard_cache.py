@@ -383,8 +383,9 @@ class ShardCache:
                     made = known._replace(sha256=sha256, cached_bytes=size, stat=stat)
                     self.path(made).parent.mkdir(exist_ok=True)
                     os.fsync(target.fileno())
-                    os.utime(target.fileno(), ns=(time.time_ns(), WHOLE))
-                    os.rename(target.name, self.path(made))
+                    with locked(self.folder / "room.lock"):  # else it looks abandoned to a process that makes room
+                        os.utime(target.fileno(), ns=(time.time_ns(), WHOLE))
+                        os.rename(target.name, self.path(made))
                     self.counters.add("fetched")
                     return made
             except UserError:

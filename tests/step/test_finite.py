@@ -83,9 +83,11 @@ def test_a_sum_that_overflows_is_finite() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_finite_gradients_whose_sum_overflows_stop_nothing(later: bool) -> None:
     module = nn.Linear(4, 1, bias=False)
-    optimizers = [torch.optim.SGD(module.parameters())]
-    strategy = SimpleNamespace(weights="whole", optimizers=optimizers, local_part=lambda tensor: tensor)
-    step: Any = SimpleNamespace(module=module, strategy=strategy, number=0, losses=[], batch=SimpleNamespace())
+    strategy = SimpleNamespace(weights="whole", local_part=lambda tensor: tensor)
+    trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters())])
+    step: Any = SimpleNamespace(
+        module=module, strategy=strategy, trainer=trainer, number=0, losses=[], batch=SimpleNamespace()
+    )
     check = FiniteGradientCheck("stop", later)
     module.weight.grad = torch.full((1, 4), 3e38)
     check.before_optimizer_step(step)

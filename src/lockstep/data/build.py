@@ -271,13 +271,14 @@ def hold_out(
         fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
         seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
         val_candidates: if `dataset` augments its samples itself, the same samples without augmentation.
-        labels: the class of each sample, int64 [n]; one sample of each class stays for training. None: unknown.
+        labels: the class of each sample, int64 [n]; one sample of each class stays for training, if a class
+            has more than one. None: unknown.
 
     Returns:
         `(train, val)`; `val` is None if `fraction` is 0.
 
     Raises:
-        UserError: no training sample would remain, each class has one sample, or `val_candidates` has another length.
+        UserError: no training sample would remain, or `val_candidates` has another length.
     """
     if not fraction:
         return dataset, None
@@ -294,8 +295,8 @@ def hold_out(
         largest = np.zeros(len(classes), dtype=hashes.dtype)
         np.maximum.at(largest, class_of, hashes)
         may_leave = hashes < largest[class_of]
-        if not may_leave.any():
-            raise UserError(f"data.val_fraction={fraction:g}: each class has one image, for training: use 0")
+        if not may_leave.any():  # a sample a class: nothing is to be learnt of classes that others have, either
+            may_leave[:] = True
     val_size = min(val_size, int(may_leave.sum()))
     last = np.partition(hashes[may_leave], val_size - 1)[val_size - 1]
     return divide(dataset, np.flatnonzero(may_leave & (hashes <= last)), val_candidates)
