@@ -30,8 +30,9 @@ class Model(pl.LightningModule):
 MODEL = Model()
 
 
-def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, strategy: str = "ddp") -> Layout:
-    strategy = strategy if devices > 1 else "single"
+def layout(
+    devices: int = 1, batch_size: int = 12, pieces: int | None = None, strategy: str = "ddp", exact: bool = False
+) -> Layout:
     return resolve(
         strategy=strategy,
         accelerator="cpu",
@@ -39,6 +40,7 @@ def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, st
         num_nodes=1,
         batch_size=batch_size,
         pieces=pieces,
+        exact=exact,
         one_process=strategy == "dp",
     )
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import small_data
 import torch
 from plain import QUIET
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
@@ -72,17 +72,7 @@ def fit(
     images = random_numbers.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8)
     data = ArrayDataset(images, random_numbers.integers(0, 3, SAMPLES))
     splits = Splits(data, None, None, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
-    kind, devices = ("dp", 2) if dp else ("single", 1)
-    layout = resolve(
-        strategy=kind,
-        accelerator="cpu",
-        devices=devices,
-        num_nodes=1,
-        batch_size=BATCH,
-        pieces=pieces,
-        exact=exact,
-        one_process=dp,
-    )
+    layout = small_data.layout(2 if dp else 1, BATCH, pieces, "dp" if dp else "ddp", exact)
     strategy = (DP if dp else DDP)().build(layout).strategy
     gradients = (ExactGradientSum if exact and pieces > 1 else GradientSum)(strategy, 1)
     options = QUIET | {"default_root_dir": folder, "max_steps": 2, "logger": False}

@@ -295,7 +295,7 @@ def hold_out(
         largest = np.zeros(len(classes), dtype=hashes.dtype)
         np.maximum.at(largest, class_of, hashes)
         may_leave = hashes < largest[class_of]
-        if not may_leave.any():  # a sample a class: nothing is to be learnt of classes that others have, either
+        if not may_leave.any():  # each class has one sample, so that of some must leave
             may_leave[:] = True
     val_size = min(val_size, int(may_leave.sum()))
     last = np.partition(hashes[may_leave], val_size - 1)[val_size - 1]
