@@ -235,10 +235,10 @@ def _states() -> Iterator[Callable[[], object]]:
     variables, folder, arguments, path = dict(os.environ), os.getcwd(), sys.argv, list(sys.path)
 
     def restore_environment() -> None:
-        current = os.environ.get("PYTEST_CURRENT_TEST", "")
-        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": current}:
-            os.environ.clear()
-            os.environ.update(variables | {"PYTEST_CURRENT_TEST": current})
+        wanted = variables | {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        os.environ.update(wanted)
 
     yield restore_environment
     yield lambda: os.chdir(folder)

@@ -9,6 +9,7 @@ and the value of `lockstep.launch.environment.environment()`, by which this proc
 a rank's place take it as an argument (`place_of`), and `one_at_a_time` guards what draws random numbers.
 """
 
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from lockstep.launch.environment import Environment, environment
@@ -228,7 +229,7 @@ class Ranks:
         threads = [
             threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
         ]
-        with _world_of_threads(private):
+        with _world_of_threads(private), _environment_that_stays():
             for thread in threads:
                 thread.start()
             deadline = time.monotonic() + seconds
@@ -247,6 +248,25 @@ class Ranks:
                 error.add_note(f"on rank {rank} of {world}")
             raise error
         return results
+
+
+@contextmanager
+def _environment_that_stays() -> Iterator[None]:
+    """Return a context in which the C library's environment stays as it is; what is set follows at its end.
+
+    A thread that sets a new variable moves the list of all in memory, and one that reads it there dies: torch reads
+    variables in each start of a group. Lightning sets OMP_NUM_THREADS in the first fit on several ranks.
+    """
+    changes: list[Callable[[], None]] = []
+    put, unset = os.putenv, os.unsetenv
+    os.putenv = lambda *variable: changes.append(partial(put, *variable))
+    os.unsetenv = lambda name: changes.append(partial(unset, name))
+    try:
+        yield
+    finally:
+        os.putenv, os.unsetenv = put, unset
+        for change in changes:
+            change()
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 It builds on a private module of torch (tests/thread_ranks.py); these tests fail when upstream changes it.
 """
 
+import ctypes
+import os
 import threading
 import time
 from datetime import timedelta
@@ -55,6 +57,24 @@ def test_collectives_are_those_of_torch(ranks: Ranks, world: int) -> None:
             [{"rank": "x" * rank} for rank in range(world)],
         ]
         assert count >= 10, "number_of_collectives counts them"
+
+
+def test_a_variable_that_a_rank_sets_reaches_the_c_library_when_all_ranks_have_ended(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may move the list of all variables, which another rank reads there."""
+    monkeypatch.setenv("REMOVED", "1")
+    read = ctypes.CDLL(None).getenv
+    read.restype = ctypes.c_char_p
+
+    def change(rank: int) -> Any:
+        os.environ[f"RANK_{rank}"] = str(rank)
+        os.environ.pop("REMOVED", None)
+        dist.barrier()
+        return os.environ["RANK_0"], read(b"RANK_0"), read(b"REMOVED")
+
+    assert ranks(2, change) == [("0", None, b"1")] * 2
+    assert [read(name) for name in (b"RANK_0", b"RANK_1", b"REMOVED")] == [b"0", b"1", None]
 
 
 def test_a_rank_that_waits_gives_up_its_turn_and_goes_on_with_its_random_numbers(ranks: Ranks) -> None:
