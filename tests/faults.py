@@ -1,16 +1,19 @@
 """Run src/train.py with a fault at a chosen moment: FAULT=kill@saving:4 python tests/faults.py outputs=/tmp/o ...
 
-A fault is `<what>@<moment>:<step>`, and of a sweep `<what>@<moment>:<step>/<job>`.
+A fault is `<what>@<moment>:<step>`, and of a sweep `<what>@<moment>:<step>/<job>`. Several have commas between them.
 
-What: `kill` (SIGKILL to the process group of the program), `job` (to that of a sweep's job), `worker` (to the last
-rank, unless it is a restart already), `term` (SIGTERM to the group), `disk` (no file can grow above 1,000 bytes),
-`fail` (an error).
+What: `kill` (SIGKILL to the process group of the program), `job` (to that of a sweep's job), `worker` and `zero` (to
+the last rank and to rank zero; the second of several faults after one restart, and so on), `term` (SIGTERM to the
+group), `disk` (no file can grow above 1,000 bytes), `fail` (an error).
 
-Moments: `start` (before the first step), `step` (after an optimizer step, before it is saved), `validation` (before
-one), `saving` (half of last.ckpt is written), `saved` (last.ckpt is replaced), `end` (after the last step).
+Moments: `start` (before the first step), `piece` (after a backward pass), `sum` (in the sum of
+gradients), `summed` (before the optimizer's step), `step` (after it, before it is saved), `validation` (before one),
+`saving` (half of last.ckpt is written), `saved` (last.ckpt is replaced), `end` (after the last step), `test` (before
+it).
 
-Three faults are planted ones, for controls: `skip@resumed` takes back the first step of a start that resumes,
-`forget@resumed` starts the optimizer's state again, and `unlisted@resumed` reads checkpoints without the ledger's line.
+Four faults are planted ones, for controls: `skip@resumed` takes back the first step of a start that resumes,
+`without@resumed` takes it without the samples of the last rank, `forget@resumed` starts the optimizer's state again,
+and `unlisted@resumed` reads checkpoints without the ledger's line.
 """
 
 import os
@@ -25,18 +28,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MOMENTS = {
     "start": "on_train_start",
+    "summed": "on_before_optimizer_step",
     "step": "on_train_batch_end",
     "validation": "on_validation_start",
     "end": "on_train_end",
+    "test": "on_test_start",
 }
 FULL_DISK_BYTES = 1000
 FIRST = os.getpid()
 
 
 class Fault:
-    """The fault that the environment asks for."""
+    """A fault that the environment asks for; `restarts` is the number of those before it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, restarts: int = 0) -> None:
+        self.restarts = restarts
         self.what, _, moment = text.partition("@")
         self.moment, _, where = moment.partition(":")
         step, _, job = where.partition("/")
@@ -56,7 +62,9 @@ class Fault:
                 os.killpg(os.getpgid(FIRST), signal.SIGKILL)
             case "job":
                 os.killpg(0, signal.SIGKILL)
-            case "worker" if rank == world_size - 1 and not environment().restarts:
+            case "worker" if rank == world_size - 1 and environment().restarts == self.restarts:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "zero" if rank == 0 and environment().restarts == self.restarts:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "term" if rank == 0:
                 os.killpg(os.getpgid(FIRST), signal.SIGTERM)
@@ -111,11 +119,44 @@ def plant(fault: Fault) -> None:
             fault.strike()
 
     torch.save, os.replace = save_half, replace_and_strike  # type: ignore[assignment]
+    if fault.moment in ("piece", "sum"):
+        plant_in_step(fault)
     if (fault.moment, fault.what) == ("resumed", "unlisted"):
         load = torch.load
         torch.load = lambda *args, **kwargs: without_line(load(*args, **kwargs))
     elif fault.moment == "resumed":
         plant_wrong_resume(Checkpoint, fault.what)
+
+
+def plant_in_step(fault: Fault) -> None:
+    """Strike where no hook is: after a piece's passes, or when the sum of exact gradients is under way."""
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.callbacks import Checkpoint
+    from lockstep.step.gradients import ExactGradientSum
+
+    place: list[int] = []  # the steps that are complete, this rank, the number of ranks
+    all_reduce = dist.all_reduce
+
+    def note(callback: Any, trainer: Any, *args: Any) -> None:
+        place[:] = trainer.global_step, trainer.global_rank, trainer.world_size
+
+    def strike(*args: Any) -> None:
+        if fault.is_now(fault.moment, place[0]):
+            fault.strike(*place[1:])
+
+    def reduce_and_strike(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        if place and tensor.dtype == torch.int64:
+            strike()
+        return work
+
+    before(Checkpoint, "on_train_batch_start", note)
+    if fault.moment == "piece":
+        before(ExactGradientSum, "collect", strike)
+    else:
+        dist.all_reduce = reduce_and_strike
 
 
 def without_line(checkpoint: Any) -> Any:
@@ -125,21 +166,33 @@ def without_line(checkpoint: Any) -> Any:
 
 def plant_wrong_resume(checkpoint: Any, what: str) -> None:
     """Make a start that resumes go on wrongly."""
+    from lockstep.step.gradients import ExactGradientSum
+
     weights: list[Any] = []
 
+    drops: list[bool] = []  # whether this rank drops its gradients, if that is decided
+
     def at_start(callback: Any, trainer: Any, module: Any) -> None:
+        drops[:] = [trainer.global_step > 0 and trainer.global_rank == trainer.world_size - 1]
         if trainer.global_step and what == "skip":
             weights.extend(each.detach().clone() for each in module.parameters())
-        elif trainer.global_step:
+        elif trainer.global_step and what == "forget":
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
 
     def after_a_step(callback: Any, trainer: Any, module: Any, *args: Any) -> None:
+        drops.clear()
         for parameter, before_the_step in zip(module.parameters(), weights, strict=False):
             parameter.data.copy_(before_the_step)
         weights.clear()
 
+    def without_samples(gradients: Any) -> None:
+        for parameter in gradients.trained.values() if drops == [True] else ():
+            parameter.grad.zero_()
+
     before(checkpoint, "on_train_start", at_start)
+    if what == "without":
+        before(ExactGradientSum, "collect", without_samples)
     before(checkpoint, "on_train_batch_end", after_a_step)
 
 
@@ -149,5 +202,6 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT / "src")
     sys.argv[0] = str(ROOT / "src" / "train.py")
     if "FAULT" in os.environ:
-        plant(Fault(os.environ["FAULT"]))
+        for number, text in enumerate(os.environ["FAULT"].split(",")):
+            plant(Fault(text, number))
     runpy.run_path(sys.argv[0], run_name="__main__")

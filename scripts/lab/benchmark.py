@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder 
     "start": lambda *_: programs.start(),
     "scaling": lambda folder, _: steps.scaling(folder),
     "pieces": lambda folder, _: steps.pieces(folder),
+    "survive": lambda folder, _: steps.survive(folder),
     "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders.folders(folder),

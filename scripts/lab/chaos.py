@@ -22,6 +22,13 @@ the network between them is parted, and no two runs may write one folder. docs/d
     python scripts/lab/chaos.py --storm --every 15,60 --strikes 16,5 --picture storm.png
     python scripts/lab/chaos.py --cuts 200
 
+With --deaths workers of runs with survive=true are killed or stopped at random instants, also while the others form a
+new group. Each run must end as on one device. With --death-storm one dies every few seconds, and it reports what that
+costs beside max_restarts:
+
+    python scripts/lab/chaos.py --deaths 100 --seed 3
+    python scripts/lab/chaos.py --deaths 6 --death-storm 15
+
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
 
@@ -37,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
+from campaigns.deaths import CALM, PIECE_SECONDS, Deaths, DeathStorm
 from campaigns.goodput import draw
 from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
 from campaigns.runs import FAULTS, Runs
@@ -83,6 +91,8 @@ def main() -> int:
     parser.add_argument("--calm", type=float, default=60.0, metavar="S", help="undisturbed seconds before each storm")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the storms")
     parser.add_argument("--cuts", type=int, default=0, help="cut the network of two exact runs so often")
+    parser.add_argument("--deaths", type=int, default=0, help="kill so many workers of runs with survive=true")
+    parser.add_argument("--death-storm", type=float, metavar="S", help="... one every S seconds, and measure")
     parser.add_argument("--control", action="store_true", help="make a run go on otherwise: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     arguments = parser.parse_args()
@@ -109,6 +119,12 @@ def main() -> int:
 def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: list[Storm]) -> Sequence[Campaign]:
     """Return the campaigns that the user asked for. `stack` closes what they need, and `drawn` receives the storms."""
     rng = Random(chosen.seed)
+    if chosen.deaths:
+        job, common = [*JOB, *EXACT, *chosen.overrides], (work / "deaths", rng, chosen.control)
+        if every := chosen.death_storm:
+            epochs = 3 + int((CALM + chosen.deaths * every) / PIECE_SECONDS * 64 / DIGITS)
+            return [DeathStorm(chosen.deaths, every, "storm", one_each([*job, f"max_epochs={epochs}"]), *common)]
+        return [Deaths(chosen.deaths, "deaths", one_each(job), *common)]
     if chosen.machines:
         machines = stack.enter_context(Machines(chosen.machines))
         if chosen.storm:

@@ -57,7 +57,12 @@ class LostRank(WorkerFailed):
         message, local_rank, steps: as in `WorkerFailed`.
         timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
         in_user_code: whether the collective was called by the user's own code, which the message names.
+
+    Attributes:
+        group: the number of the group of workers that has lost a rank, see `lockstep.launch.survivor`.
     """
+
+    group = 0
 
     def __init__(
         self,

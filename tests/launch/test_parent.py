@@ -31,6 +31,7 @@ from lockstep.launch import logs, parent
 from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
+from lockstep.launch.workers import Worker
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -108,7 +109,7 @@ def test_a_worker_that_nccl_aborts_is_not_the_one_that_failed(
             for code in codes
         ]
         rows = zip(processes, pipes, strict=True)
-        workers = [parent._Worker(rank, process, pipe[0], uses_nccl) for rank, (process, pipe) in enumerate(rows)]
+        workers = [Worker(rank, process, pipe[0], uses_nccl) for rank, (process, pipe) in enumerate(rows)]
         aborted = next(each for each in workers if each.process.exitcode == -signal.SIGABRT)
         aborted.receive_answer()  # the first to be seen
         with pytest.raises(WorkerFailed) as failed:
@@ -155,11 +156,11 @@ def test_more_devices_than_workers_that_exist_are_refused(set_environment: Calla
         launch(print, layout=four)
 
 
-@pytest.mark.parametrize("restarts", ["max_restarts=2", "elastic=true"])
+@pytest.mark.parametrize("restarts", ["max_restarts=2", "elastic=true", "survive=true"])
 def test_workers_of_others_are_started_again_by_them(
     tmp_path: Path, set_environment: Callable[..., None], restarts: str
 ) -> None:
-    config = check(dict(compose("strategy=ddp", "devices=2", restarts)))
+    config = check(dict(compose("strategy=ddp", "devices=2", "exact=true", restarts)))
     set_environment(TORCHELASTIC_RUN_ID="theirs", WORLD_SIZE="2")
     with pytest.raises(UserError, match=rf"^{restarts}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)

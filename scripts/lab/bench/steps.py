@@ -55,6 +55,12 @@ SCALING_CASES = (
     (replace(LARGE_CASE, batch=256, steps=3, skip=1, rounds=2), 1.02),
 )
 
+SURVIVE_GOAL = 1.02
+SURVIVE_CASES = (
+    replace(SMALL_CASE, batch=256, steps=20, games=1, rounds=12),
+    replace(LARGE_CASE, steps=3, skip=1, games=1, rounds=4),
+)
+
 # Processor time, since a step is short beside what other programs take. A block holds three points of the dashboard.
 OVERHEAD_CASE = replace(SMALL_CASE, batch=8, steps=160, skip=10, games=2, rounds=4, clock="process_time")
 OVERHEAD_CASES = [replace(OVERHEAD_CASE, model="linear", data=SMALL | {"image_size": 10}), OVERHEAD_CASE]
@@ -249,6 +255,17 @@ def scaling(folder: Path) -> list[Row]:
         if sends_nothing:
             label = f"{what}: two that send nothing but wait for each other at each step, {end}"
             rows.append(row(label, blocks["meeting"], blocks["separate"], None))
+    return rows
+
+
+def survive(folder: Path) -> list[Row]:
+    """Measure what `survive=true` costs while nobody dies: the copies of the state."""
+    rows = []
+    for case in SURVIVE_CASES:
+        ddp = arguments(case, folder, (case.rounds + 1) * case.steps, ("strategy=ddp", "devices=2", "exact=true"))
+        blocks, _ = race(case, {"alone": [ddp], "survive": [[*ddp, "survive=true"]]}, folder)
+        what = f"{case.model}, batch {case.batch}, exact ddp on 2: survive=true against false"
+        rows.append(row(what, blocks["survive"], blocks["alone"], SURVIVE_GOAL))
     return rows
 
 

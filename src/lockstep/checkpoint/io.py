@@ -412,7 +412,7 @@ class AtomicCheckpointIO(CheckpointIO):
         if self.keeps_copies:
             self.then(self._receive, Path(path))
             return
-        self.then(self._write, *self._copied(checkpoint), Path(path))
+        self.then(self._write, *self.copied(checkpoint), Path(path))
 
     def save_parts(
         self, checkpoint: dict[str, Any], parts: Sequence[tuple[Tensor, Tensor, Sequence[int]]], path: str | Path
@@ -432,14 +432,14 @@ class AtomicCheckpointIO(CheckpointIO):
         if self._group_of_parts is None:
             self._group_of_parts = dist.new_group(timeout=self._timeout, backend="gloo")
         folder = Path(path).with_name(broadcast_from_rank_zero(new_folder_name()))
-        content = self._copied(checkpoint) if dist.get_rank() == 0 else None
+        content = self.copied(checkpoint) if dist.get_rank() == 0 else None
         by_id = {id(part[0]): part for part in parts}
         named = {name: by_id[id(value)] for name, *_, value in tensors_in(checkpoint) if id(value) in by_id}
         tensors, wait = copied_to_cpu({name: tensor for name, (_, tensor, _) in named.items()})
         copies = {name: Part(tensors[name], begin, whole.shape) for name, (whole, _, begin) in named.items()}
         self.then(self._write_parts, folder, copies, wait, content, Path(path))
 
-    def _copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+    def copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return a copy of what is saved of a checkpoint, and a function that waits for it; see `copied_to_cpu`."""
         checkpoint = with_plain_hyperparameters(checkpoint, is_plain)
         copy, wait = copied_to_cpu(checkpoint)

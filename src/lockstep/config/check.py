@@ -279,6 +279,7 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             cannot_shrink,
             "only ddp on several devices can continue with fewer; give max_restarts=1 instead",
         ),
+        *_survival_pairs(keys, layout, extras),
         (graphs, cpu, "a CPU has no CUDA graphs; leave it out"),
         (graphs, "compile=false" * (not keys.compile), "graphs are recorded of compiled networks; give compile=true"),
         (graphs, exact, "whether a graph has the same bits is not known; give speed.cuda_graphs=false"),
@@ -307,6 +308,21 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
         raise UserError(f"{tf32}: this GPU has no TF32, which came with NVIDIA's Ampere: leave it out")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
+
+
+def _survival_pairs(keys: Keys, layout: Layout, extras: str) -> Iterable[tuple[str, str, str]]:
+    """Yield the pairs of settings that `survive=true` can't be combined with, and why."""
+    survive, other = "survive=true" * keys.survive, "give max_restarts=3 instead"
+    one = "devices=1" * (layout.num_devices == 1)
+    other_than_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
+    yield survive, one, "no other worker could go on; give devices=4, or survive=false"
+    yield survive, other_than_ddp, f"only with ddp each worker has all weights; {other}"
+    gpu = "accelerator=gpu" * (layout.accelerator == "gpu")
+    yield survive, gpu, f"NCCL aborts the workers that have lost one; {other}"
+    yield survive, "exact=false" * (not layout.exact), "fewer workers would round otherwise; give exact=true"
+    yield survive, f"extras=[{extras}]" * bool(extras), f"an extra may have a state that no checkpoint has; {other}"
+    yield survive, "elastic=true" * keys.elastic, "it goes on with fewer workers by itself; leave elastic out"
+    yield survive, sys.platform * (sys.platform != "linux"), f"only Linux lists a process's sockets; {other}"
 
 
 def _typed(name: str, value: Any) -> str:

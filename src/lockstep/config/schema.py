@@ -285,6 +285,7 @@ class RunKeys:
     num_workers: NonNegativeInt | None = None
     max_restarts: NonNegativeInt = 0
     elastic: Flag = False
+    survive: Flag = False
     hang_timeout: PositiveFloat = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
     precision: PRECISIONS

@@ -18,6 +18,7 @@ from lockstep.launch.failures import VICTIM_SECONDS, is_raised_by_all_ranks
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
+from lockstep.launch.survival import Survival
 from lockstep.report.provenance import check_same_on_all_ranks
 from lockstep.report.summary import summarise, summary_of, write_conclusion
 
@@ -40,8 +41,9 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     Raises:
         UserError, WorkerFailed, Interrupted: see `launch`. summary.json then has the error.
     """
-    if external_workers() and (config.max_restarts or config.elastic):
-        setting = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
+    if external_workers() and (config.max_restarts or config.elastic or config.survive):
+        setting = "elastic=true" if config.elastic else "survive=true"
+        setting = f"max_restarts={config.max_restarts}" if config.max_restarts else setting
         raise UserError(
             f"{setting}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun --max-restarts=3"
         )
@@ -70,16 +72,21 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
 
     They are restarted `max_restarts` times. After that, with `elastic=true`, they are restarted with one device fewer;
     a device that computed wrong is left out at once. `pieces` stays, so every layout takes the same steps.
+
+    With `survive=true` the workers that are left go on, and the others are replaced `max_restarts` times. Only if none
+    is left, all are restarted.
     """
-    current, left, restarts = config, config.max_restarts, 0
+    current, restarts, left = config, 0, config.max_restarts
+    survival = Survival(partial(_arguments, config, splits, folder), left) if config.survive else None
     while True:
         try:
-            timeout = config.hang_timeout
-            return launch(work, current, splits, folder, layout=current.layout, hang_timeout=timeout, restarts=restarts)
+            how: dict[str, Any] = {"hang_timeout": config.hang_timeout, "restarts": restarts, "survival": survival}
+            return launch(work, current, splits, folder, layout=current.layout, **how)
         except WorkerFailed as failed:
             if not failed.may_restart:
                 raise
             restarts += 1
+            left = survival.replacements if survival else left
             continues = last_checkpoint_id(folder) is not None
             if failed.suspects and continues:
                 from lockstep.checkpoint.start import restore_good_checkpoint
@@ -88,16 +95,28 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             shrinks = config.elastic and continues and len(failed.suspects) <= 1 and current.layout.devices > 1
             if left and not (failed.suspects and shrinks):
                 left -= 1
+                if survival:
+                    survival.replacements = left
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
-                # The shares belong to the original devices.
-                layout = replace(config.layout, devices=current.layout.devices - 1, shares=())
-                current = replace(config, layout=layout)
+                current = _on(config, current.layout.devices - 1)
                 hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
                 workers = f"{current.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:
                 raise
+
+
+def _on(config: Config, devices: int) -> Config:
+    """Return a config for another number of devices, with the same steps."""
+    if devices == config.layout.devices:
+        return config
+    return replace(config, layout=replace(config.layout, devices=devices, shares=()))  # shares are of the original ones
+
+
+def _arguments(config: Config, splits: Any, folder: Path, devices: int) -> tuple[Config, Any, Path]:
+    """Return the arguments of the work for a number of workers. A function of the module, so that it is picklable."""
+    return _on(config, devices), splits, folder
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:

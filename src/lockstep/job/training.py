@@ -25,6 +25,7 @@ from lockstep.checkpoint.fits import compared_weights
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
+from lockstep.checkpoint.snapshots import Snapshots, load_snapshot
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
 from lockstep.checkpoint.weights import load_initial_weights, refuse_frozen_unloaded
 from lockstep.config import rules
@@ -45,6 +46,7 @@ from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import ranks_writing_in
 from lockstep.launch.signals import Interrupted
+from lockstep.launch.survivor import survivor
 from lockstep.report import provenance
 from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_line, end_lines, images_lines
 from lockstep.report.summary import RunRecord
@@ -80,7 +82,8 @@ class TrainingJob(Job):
         self.hydra_files = hydra_files
         self.ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
         whole = config.layout.weights != "sharded" or bool(config.extras)  # an extra may read the tensors
-        path, self._loaded = load_start(folder, config.resume, hydra_files, self.ranks, whole=whole)
+        start = load_snapshot(folder) or load_start(folder, config.resume, hydra_files, self.ranks, whole=whole)
+        path, self._loaded = start
         self.first_step = self._loaded.get("global_step", 0)
         # the call of `trainer.fit` that has saved the checkpoint
         self._first_fit = self._loaded.get("continuation", {}).get("fits", 1)
@@ -128,6 +131,7 @@ class TrainingJob(Job):
             self._resume_state,
             self._names,
             Preemption(folder),
+            *([Snapshots(worker)] if (worker := survivor()) else []),
             self._start_lines,
             # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
             TakeOverFolder(folder, self.hydra_files, path, environment().rank in self.ranks),

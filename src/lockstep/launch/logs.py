@@ -54,6 +54,9 @@ def configure_logging(folder: Path, rank: int) -> None:
     file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     file.addFilter(lambda record: record.name.startswith("lockstep") or not _is_harmless(record.getMessage()))
+    for earlier in logging.root.handlers:
+        if type(earlier) is logging.FileHandler:  # of this worker in an earlier group of a run that survives
+            earlier.close()
     logging.root.handlers = [file]
     logging.root.setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -8,8 +8,9 @@ it runs in a second thread, which ends before the fork (launch/process_lifetime.
 fraction of a second with everything imported.
 
 Serving the store of the process group takes a thread, and the parent may have only its main thread while it forks, so
-rank zero serves the store. When one worker dies, the parent ends all of them. If an engine (torchrun, SLURM, MPI) has
-started the workers already (launch/environment.py), the function runs in this process.
+rank zero serves the store. When one worker dies, the parent ends all of them, or lets the others go on (survival.py).
+If an engine (torchrun, SLURM, MPI) has started the workers already (launch/environment.py), the function runs in this
+process.
 """
 
 import faulthandler
@@ -20,10 +21,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep import standard_streams
@@ -51,14 +51,21 @@ from lockstep.launch.signals import (
     signal_children,
     unblock_signals,
 )
-from lockstep.text import signal_name
+from lockstep.launch.survival import Survival, survive
+from lockstep.launch.survivor import Group, Survivor, become_survivor
+from lockstep.launch.workers import ANSWER_SECONDS, Worker, wait_for_answers
 
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-ANSWER_SECONDS = 3.0  # after a timeout, for the other workers' answers
-NCCL_HINT = "its message is above; a rank without one is the lost one"
 
 
-def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
+def launch(
+    work: Callable[..., Any],
+    *args: Any,
+    layout: Layout,
+    hang_timeout: float = 300.0,
+    restarts: int = 0,
+    survival: Survival | None = None,
+) -> Any:
     """Call `work(*args)` in every worker of this machine and return rank zero's result.
 
     Args:
@@ -67,6 +74,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
         layout: it has the number of workers.
         hang_timeout: seconds that a collective waits for all workers to join; then the run ends.
         restarts: how many times the workers were restarted.
+        survival: how the run survives the loss of workers; None: it ends.
 
     Raises:
         UserError: a worker refused its input, or an engine has started another number of workers than the layout has.
@@ -78,23 +86,37 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
         return _run_in_external_worker(work, args, layout, hang_timeout)
     refuse_daemon("Lockstep", "start it in another one")
     context: Any = multiprocessing.get_context(start_method())
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
     with forward_signals() as received, scratch_folder() as scratch, open_store_socket() as listener:
+
+        def start(group: Group) -> Worker:
+            receiver, sender = context.Pipe(duplex=False)
+            orders, announcements = context.Pipe(duplex=False)
+            place = WorkerPlace(
+                *(group, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender),
+                *((orders, survival.arguments) if survival else ()),
+            )
+            process = context.Process(target=run_worker, args=(work, args, place))
+            process.start()
+            sender.close()
+            orders.close()
+            uses_nccl = layout.has_process_group and layout.accelerator == "gpu"
+            workers.append(Worker(group.rank, process, receiver, uses_nccl, announcements))
+            return workers[-1]
+
         try:
             with block_signals():
                 for rank in range(layout.world_size):
-                    receiver, sender = context.Pipe(duplex=False)
-                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender)
-                    process = context.Process(target=run_worker, args=(work, args, place))
-                    process.start()
-                    uses_nccl = layout.has_process_group and layout.accelerator == "gpu"
-                    workers.append(_Worker(rank, process, receiver, uses_nccl))
-                    sender.close()
-            listener.close()
+                    start(Group(survival.group if survival else 0, rank, layout.world_size))
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
-            _wait(workers)
-            return _result(workers, received, hang_timeout, scratch)
+            members = workers
+            if survival:
+                members = survive(workers, survival, start, received, hang_timeout, scratch)
+            else:
+                listener.close()
+                wait_for_answers(workers)
+            return _result(members, received, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr and sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -133,59 +155,11 @@ def _run_in_external_worker(
         end_children()
 
 
-@dataclass
-class _Worker:
-    """The parent's record of a worker."""
-
-    rank: int
-    process: Any
-    receiver: Connection
-    uses_nccl: bool = False
-    answered: bool = False  # whether the worker has sent how it ended, or has died
-    died: bool = False  # whether it has died without sending anything
-    error: BaseException | None = None  # the error that ended the work; None if it succeeded
-    result: Any = None  # the return value of the work
-
-    def receive_answer(self) -> None:
-        """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
-        alive = self.process.is_alive()  # before poll(): if the worker is dead by now, all that it sent is in the pipe
-        with suppress(EOFError):
-            if self.receiver.poll():
-                self.error, self.result = self.receiver.recv()
-                self.answered = True
-        if alive or self.answered:
-            return
-        code = self.process.exitcode
-        text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
-        text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        failure: type[WorkerFailed] = WorkerFailed
-        if self.uses_nccl and code == -signal.SIGABRT:
-            # Where gloo raises an error, NCCL's watchdog aborts the process: after a timeout, or if a rank is lost. It
-            # does so in torch's old backend and, since torch 2.15, in nccl2, unless TORCH_NCCL_ASYNC_ERROR_HANDLING is
-            # 0 or 2. The old one's message names the collective.
-            failure = LostRank
-            text += f" (NCCL does so if another rank is lost or does not join within hang_timeout): {NCCL_HINT}"
-        self.answered, self.died, self.error = True, True, failure(f"rank {self.rank} {text}", self.rank)
-
-
-def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
-    """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while working := [each for each in workers if not each.answered]:
-        wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
-        for each in working:
-            each.receive_answer()
-        time_is_up = deadline is not None and time.monotonic() > deadline
-        failed = any(isinstance(each.error, UserError | WorkerFailed) for each in workers)
-        if time_is_up or (failed and deadline is None):
-            return
-
-
-def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
+def _result(workers: Sequence[Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
     """Return rank zero's result, or raise the error that ended the run. One worker has failed, or all have answered."""
     decisive = _decisive(workers)
     if decisive.died and isinstance(decisive.error, LostRank):  # the worker that it has lost may answer, too
-        _wait(workers, ANSWER_SECONDS)
+        wait_for_answers(workers, ANSWER_SECONDS)
         decisive = _decisive(workers)
     error = decisive.error
     if error is None:
@@ -197,7 +171,7 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
     if received and isinstance(error, WorkerFailed):  # the checkpoint may not be saved: the disk was full, say
         error.may_restart = False
     if isinstance(error, LostRank) and error.timed_out:
-        _wait(workers, ANSWER_SECONDS)
+        wait_for_answers(workers, ANSWER_SECONDS)
         if hanging := [each for each in workers if not each.answered]:
             raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout, error.steps)
         lost = [each.error for each in workers if isinstance(each.error, LostRank)]
@@ -205,7 +179,7 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
     raise error
 
 
-def _decisive(workers: Sequence[_Worker]) -> _Worker:
+def _decisive(workers: Sequence[Worker]) -> Worker:
     """Return the worker whose answer decides how the run ends. One has answered at least."""
     return min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
 
@@ -251,14 +225,21 @@ def start_method() -> str:
 class WorkerPlace:
     """A worker's place in a run, as its parent assigns it."""
 
-    rank: int
+    group: Group  # the first one
     layout: Layout
     hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
     scratch: str  # the run's folder for temporary files
     listener: socket.socket  # the listening socket of rank zero's store
-    answers: Connection  # to the parent, for one message, `(error, result)`; error: None if the work succeeded
+    answers: Connection  # to the parent, for `(error, result)`; error: None if the work succeeded
+    announcements: Connection | None = None  # from the parent, of each later group; None: there is none
+    arguments: Callable[[int], tuple[Any, ...]] | None = None  # see `Survival`
+
+    @property
+    def rank(self) -> int:
+        """The rank with which the worker begins."""
+        return self.group.rank
 
 
 def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
@@ -290,11 +271,11 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     result = None
     try:
         with stack_on_demand(place.rank):
-            if place.layout.has_process_group:
+            if place.layout.has_process_group and place.announcements is None:
                 join_group(place.layout.accelerator == "gpu", place.listener, place.hang_timeout)
             try:
                 with log_failure():
-                    result = work(*args)
+                    result = _call(work, args, place)
             except Interrupted as interrupted:
                 error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done; only the result is still to be sent
@@ -307,3 +288,11 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
             error = failure_of_worker(failure, place.hang_timeout)
     end_children()
     place.answers.send((error, result))
+
+
+def _call(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> Any:
+    """Return the result of `work`, also after the loss of other workers if the run survives it."""
+    if place.announcements is None or place.arguments is None:
+        return work(*args)
+    worker = Survivor(place.group, place.announcements, place.answers, place.hang_timeout, place.restarts)
+    return become_survivor(worker).call(work, place.arguments)

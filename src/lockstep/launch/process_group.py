@@ -89,9 +89,25 @@ def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> mem
         group: the process group; None: the default group.
     """
     import torch
-    import torch.distributed as dist
 
     mine = None if path is None else torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    return _broadcast(mine, source, group)
+
+
+def broadcast_bytes(content: bytearray | None, source: int) -> memoryview | None:
+    """Send bytes from one rank to all ranks. Return them on all ranks. Ranks that do not send pass None."""
+    import torch
+
+    return _broadcast(None if content is None else torch.frombuffer(content, dtype=torch.uint8), source)
+
+
+def _broadcast(mine: Any, source: int, group: Any = None) -> memoryview | None:
+    """Send a tensor of bytes from one rank to all ranks of a group. Return the bytes on all of them; None: none."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None if mine is None else mine.numpy().data
     size = torch.tensor(-1 if mine is None else mine.numel())
     dist.broadcast(size, source, group)
     if size < 0:

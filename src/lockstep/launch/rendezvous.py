@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # get the address of an interface; from Linux's sockios.h
+CONNECT_TIMEOUT = timedelta(seconds=30)  # between workers of one machine that are all there
+STORE_TIMEOUT = timedelta(seconds=2)  # of one attempt to reach the store of such a group
 JOIN_TIMEOUT = timedelta(minutes=10)  # until all workers that torchrun, SLURM or MPI has started have joined
 _group_store: "Store | None" = None  # torch has no public getter
 _group_timeout = JOIN_TIMEOUT  # likewise
@@ -64,6 +66,39 @@ def join_group(gpu: bool, listener: socket.socket, timeout: float) -> None:
         store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
     _use_interface(LOOPBACK)
     _init_process_group(gpu, store, wait)
+
+
+def serve_new_store() -> "TCPStore":
+    """Return a new store for a group of one machine's workers; its rank zero calls this. Its `port` is a free one."""
+    return _serve_store(bind_socket(LOOPBACK), CONNECT_TIMEOUT)
+
+
+def connect_new_store(port: int) -> "TCPStore":
+    """Return the store that rank zero serves on this machine for a new group.
+
+    Raises:
+        OSError, RuntimeError: rank zero has died, or does not answer within STORE_TIMEOUT.
+    """
+    from torch.distributed import TCPStore
+
+    socket.create_connection((LOOPBACK, port)).close()  # if nobody listens, torch would try again and again
+    store = TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    store.set_timeout(CONNECT_TIMEOUT)
+    return store
+
+
+def join_new_group(store: "Store", timeout: float) -> None:
+    """Start the default process group in a worker whose run survives the loss of workers. All are about to call this.
+
+    Args:
+        store: from `serve_new_store` on rank zero, from `connect_new_store` on the others.
+        timeout: seconds that a collective waits for all ranks to join; then it fails.
+    """
+    from lockstep.launch.torch_versions import set_group_timeout
+
+    _use_interface(LOOPBACK)
+    _init_process_group(False, store, CONNECT_TIMEOUT)
+    set_group_timeout(timedelta(seconds=timeout))
 
 
 def join_external(timeout: timedelta | None = None) -> None:

@@ -14,6 +14,15 @@ def set_group_timeout(timeout: timedelta) -> None:
     (public or dist.distributed_c10d._set_pg_timeout)(timeout)
 
 
+def forget_failed_group() -> None:
+    """Let the next default process group have the name of a first one, also after the start of a group has failed.
+
+    torch counts a group's name up before it starts the group, and counts anew when a group is destroyed. A rank whose
+    last start has failed would look for the others under another name than they have, until a timeout.
+    """
+    dist.distributed_c10d._world.group_count = 0
+
+
 def compile_network(network: nn.Module, **options: Any) -> None:
     """Compile a network in place.
 

@@ -124,6 +124,12 @@ class StepTrainer(QuickStage, pl.Trainer):
             super().save_checkpoint(*args, **kwargs)
         self.saves.made = True
 
+    def checkpoint_content(self) -> dict[str, Any]:
+        """Return what a checkpoint has, which Lightning gives to a file only. All ranks must call it."""
+        with self.strategy.saving():  # type: ignore[attr-defined]
+            content: dict[str, Any] = self._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return content
+
     @contextmanager
     def without_logging(self) -> Iterator[None]:
         """Return a context in which what training logs or prints by its module, and its profile, leave no trace."""

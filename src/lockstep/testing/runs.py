@@ -48,6 +48,7 @@ SHORT: dict[str, Any] = {
     "hang_timeout": 60,
     "max_restarts": 0,
     "elastic": False,
+    "survive": False,
     "resume": None,
     "max_steps": STEPS,
     "max_epochs": None,

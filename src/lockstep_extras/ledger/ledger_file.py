@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 28  # about half a million lines; a larger file is refused as t
 # Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.
 NOT_DECISIVE = (
     *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
-    *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
+    *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic", "survive"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
 # The keys of a checkpoint, other than the weights, that affect the next step. `MixedPrecision` is Lightning's loss

@@ -206,6 +206,7 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
             "extras.late.steps=1 and strategy.compression=bf16 .*it does not send late gradients",
         ),
         ("extras=[late] strategy=fsdp devices=2", "late.* and strategy=fsdp .*no whole gradient.*strategy=ddp"),
+        ("extras=[late] exact=true devices=2 survive=true", r"survive=true and extras=\[late\] .*no checkpoint has"),
         ("extras=[late] extras.late.steps=0", "extras.late.steps=0: must be 1 or more"),
     ],
 )

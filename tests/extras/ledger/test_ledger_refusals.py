@@ -20,6 +20,11 @@ def test_a_ledger_without_checkpoints_is_refused() -> None:
     refused_with("extras=[ledger] callbacks=none", "ledger.* and no callbacks.checkpoint don't go together")
 
 
+def test_a_ledger_of_a_run_that_survives_is_refused() -> None:
+    combination = "extras=[ledger] exact=true devices=2 survive=true"
+    refused_with(combination, r"survive=true and extras=\[ledger\] don't go together: .*max_restarts=3")
+
+
 def test_a_ledger_of_a_checkpoint_in_parts_is_refused() -> None:
     combination = "strategy=fsdp devices=2 strategy.checkpoint=sharded extras=[ledger]"
     refused_with(

@@ -209,6 +209,10 @@ def test_an_average_of_weights_needs_the_whole_network(run_train: Program) -> No
             "strategy.compression: Pipeline takes no such option",
         ),
         ("strategy=pipeline devices=2 elastic=true", "elastic=true and strategy=pipeline don't"),
+        (
+            "strategy=pipeline devices=2 exact=true survive=true",
+            "survive=true and strategy=pipeline don't .*only with ddp",
+        ),
         ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ],
 )

@@ -243,6 +243,7 @@ def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay(
         ("devices=2 strategy=dp pieces=8", "rebalance. and strategy=dp .*strategy=ddp"),
         ("devices=2 strategy=fsdp pieces=8", "rebalance. and strategy=fsdp .*wait for each other.*strategy=ddp"),
         ("devices=2", "rebalance. and pieces=2 .*each of 2 devices has one piece, .*; pieces=16"),
+        ("devices=2 pieces=8 exact=true survive=true", r"survive=true and extras=\[rebalance\] .*no checkpoint has"),
         ("devices=2 pieces=8 extras.rebalance.every=0", "extras.rebalance.every=0: must be 1 or more"),
     ],
 )

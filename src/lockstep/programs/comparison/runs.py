@@ -29,7 +29,7 @@ IN_LAYOUT_COLUMNS = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_gr
 NOT_OF_THE_STEP = re.compile(
     r"(strategy\.(name|shares|split|sync_batchnorm)|accelerator|devices|num_nodes|accumulate_grad_batches|pieces|threads"
     r"|num_workers|speed|compile|max_restarts|hang_timeout|machine_timeout"
-    r"|elastic|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
+    r"|elastic|survive|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
 )
 MAX_LABEL = 50  # characters; longer labels do not fit in a legend
 # The names that a curve may have. Lightning adds a suffix to a value that is logged both at steps and at epoch ends.

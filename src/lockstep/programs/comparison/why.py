@@ -43,7 +43,7 @@ ROUNDING_16 = 2e-2  # of all other precisions
 # Keys that decide where and how often a run writes.
 WRITING = re.compile(
     r"(name|outputs|data_dir|num_workers|logger|sweep|hydra|resume|debug|checkpoint_every|checkpoint_keep|log_every"
-    r"|hang_timeout|max_restarts|elastic|val_every|callbacks\.(meter|console|dashboard|pictures|checkpoint)"
+    r"|hang_timeout|max_restarts|elastic|survive|val_every|callbacks\.(meter|console|dashboard|pictures|checkpoint)"
     r"|(model|data|strategy)\.name|data\.(cache|cache_gb|retry_seconds))(\.|$)"
 )
 # Keys that decide which device computes what, and so how sums are rounded.
