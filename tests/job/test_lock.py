@@ -15,6 +15,7 @@ from conftest import LONG_RUN, Program, ended, wait_for, workers_of
 
 from lockstep.job import run_folder
 from lockstep.job.run_folder import FolderBusy, lock_folder
+from lockstep.trainer import lock
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -69,7 +70,7 @@ def test_a_failed_worker_of_an_engine_keeps_the_lock_until_its_end(
     """It may still have files of the folder open. Without an engine, the parent runs the next job of a sweep."""
     monkeypatch.setattr(run_folder, "external_workers", lambda: workers)
     monkeypatch.setattr(run_folder, "broadcast_from_rank_zero", lambda value: value)
-    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.1)
 
     def fail() -> None:
         with lock_folder(tmp_path / "run"):
@@ -100,7 +101,7 @@ def hold(folder: Path, forks: Any, released: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("worker", ["closing", "keeping"])
 def test_the_lock_is_the_parents_alone(tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.3)
     context = get_context("fork")
     released = context.Event()
     parent = context.Process(target=hold, args=(tmp_path, worker, released))

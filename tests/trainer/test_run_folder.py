@@ -22,7 +22,7 @@ import lockstep
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
-from lockstep.trainer import run_folder
+from lockstep.trainer import lock, run_folder
 
 LOGGERS: dict[str, Callable[[Path], Any]] = {
     "none": lambda folder: False,
@@ -135,11 +135,11 @@ def test_last_is_of_the_same_seed_and_another_run_is_named(tmp_path: Path) -> No
 def test_a_run_in_which_another_process_trains_is_not_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.1)
     trainer(tmp_path, max_epochs=1).fit(Net(), loader())
-    lock = f"import sys; sys.path.insert(0, {str(Path(lockstep.__file__).parents[1])!r}); from pathlib import Path\n"
-    lock += f"from lockstep.trainer.run_folder import try_lock; print(try_lock(Path({str(tmp_path)!r})), flush=True)\n"
-    with subprocess.Popen([sys.executable, "-c", lock + "input()"], stdin=-1, stdout=-1, text=True) as other:
+    code = f"import sys; sys.path.insert(0, {str(Path(lockstep.__file__).parents[1])!r}); from pathlib import Path\n"
+    code += f"from lockstep.trainer.run_folder import try_lock; print(try_lock(Path({str(tmp_path)!r})), flush=True)\n"
+    with subprocess.Popen([sys.executable, "-c", code + "input()"], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
         assert begins(tmp_path, max_epochs=1) == 0

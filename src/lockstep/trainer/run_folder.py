@@ -5,12 +5,10 @@ ModelCheckpoint does; without a logger `default_root_dir`; and `version_1`, `ver
 has written there. Making the subfolder `checkpoints` is atomic, so two programs that start at once get two folders.
 """
 
-import fcntl
 import hashlib
 import itertools
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,14 +24,10 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import broadcast_from_rank_zero
 from lockstep.text import is_url
+from lockstep.trainer import lock
 
 LOCK = ".checkpoints.lock"  # in the run's folder, as long as a process trains there
 LOGS = "lightning_logs"  # the folder of Lightning's default logger
-WAIT_SECONDS = 2.0  # for a process that is ending
-RESTART_WAIT_SECONDS = 120.0  # after a restart by torchrun or SLURM; NFS waits 90 s for a dead client
-
-_locks: dict[str, int] = {}  # descriptors of the lock files that this process holds, by the folder
-os.register_at_fork(after_in_child=_locks.clear)
 
 
 def root_folder(root: str | os.PathLike[str] | None) -> Path:
@@ -218,43 +212,18 @@ def make_run(place: Path) -> Path:
 
 
 def try_lock(run: Path) -> bool:
-    """Lock a run's folder until `unlock` or the end of the process. Return False if another process has it.
-
-    The lock is a POSIX lock, which forks of this process do not inherit, and which the kernel releases when the process
-    is killed. On a file system without locks the folder counts as locked.
-    """
-    name = os.path.realpath(run)
-    if name in _locks:
+    """Lock a run's folder. Return False if another process has it."""
+    try:
+        return not lock.take(run / LOCK)
+    except OSError:  # the folder can be read only, so nobody trains there
         return True
-    here = environment()
-    until = time.monotonic() + (RESTART_WAIT_SECONDS if here.restarts or here.slurm_restarts else WAIT_SECONDS)
-    while True:
-        try:
-            descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError:  # the folder can be read only, so nobody trains there
-            return True
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = os.path.samestat(os.fstat(descriptor), os.stat(run / LOCK))  # else it was just unlocked
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            locked = False
-        except OSError:  # no locks here
-            locked = True
-        if locked:
-            _locks[name] = descriptor
-            return True
-        os.close(descriptor)
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
 
 
 def unlock(run: Path) -> bool:
     """Unlock a run's folder. Return False if this process has not locked it."""
-    descriptor = _locks.pop(os.path.realpath(run), None)
-    if descriptor is None:
+    if not lock.holds(run / LOCK):
         return False
     with suppress(OSError):
         (run / LOCK).unlink()
-    os.close(descriptor)
+    lock.release(run / LOCK)
     return True
