@@ -167,3 +167,18 @@ def test_what_is_not_seeded_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.clear()
     train(tmp_path, lambda: lambda x: x + random.random(), exact=False)
     assert not lines_of_lockstep(caplog)
+
+
+def test_what_a_validation_set_counts_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = r"sample \d+ of the validation set is another one when it is fetched again"
+
+    def validates(exact: bool, transform: Any) -> None:
+        val = DataLoader(Items(transform), BATCH)
+        trainer(tmp_path, exact=exact, pieces=2).fit(Net(), DataLoader(samples(), BATCH), val)
+
+    with pytest.raises(StepRefused, match="^exact=true: " + line):
+        validates(True, Counts())
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        validates(False, Counts())
+    assert [text for text in lines_of_lockstep(caplog) if "fetched again" in text] == lines_of_lockstep(caplog)[:1]
+    validates(True, lambda x: x + random.random())

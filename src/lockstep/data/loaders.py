@@ -1,6 +1,5 @@
 """Loaders: they fetch a process's samples of each step. They keep no position between epochs or runs."""
 
-import logging
 import signal
 import sys
 import tempfile
@@ -19,10 +18,10 @@ from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset, set_epoch_of
-from lockstep.data.repeats import SEEDED, other_sample
+from lockstep.data.repeats import Repeats
 from lockstep.data.seeding import Generators
 from lockstep.data.streams import reads_ahead
-from lockstep.errors import StepRefused, UserError
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import MicroBatch, StepBatch
@@ -31,8 +30,6 @@ Chunk = tuple[int, int]  # (start, stop)
 BatchCheck = Callable[[Any, Any], None]  # gets a collated batch and the ids of its samples
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
 # Bytes of images that one call fetches from a data set in memory: those of as many steps as fit, and of at least one.
-LOG = logging.getLogger("lockstep")
-COMPARED = 4  # samples that are fetched again
 FETCH_BYTES = 1 << 20  # of a set in the CPU's memory: they stay in its cache
 FETCH_BYTES_ON_DEVICE = 64 << 20  # of a set on a GPU: each call starts kernels and copies from the host
 
@@ -62,7 +59,10 @@ class Loader(DataLoader[Any]):
             )
             return iter(loader_of_first_batches)
         if self.num_workers or self.pin_memory:
-            return super().__iter__()
+            iterator = super().__iter__()
+            if self.num_workers and (repeats := getattr(self.dataset, "repeats", None)) is not None:
+                repeats.is_due = False  # each loader process that has just begun has its own
+            return iterator
         return map(self.dataset.__getitems__, sampler)  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ class StepDataset:
         self.assignment = assignment
         self.check = check
         self.rank = rank
-        self._generators, self._compared = Generators(dataset), False
+        self._generators, self._repeats = Generators(dataset), Repeats("training", order.layout.exact, rank == 0)
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
         self.stop_step = stop_step
@@ -179,26 +179,10 @@ class StepDataset:
                 self.check(micro_batch.batch, micro_batch.ids)
             numbers = self.augment.random_numbers(seed, micro_batch.epochs_and_repeats, micro_batch.ids)
             micro_batch.augmentation_numbers = numbers
-        if not step_batch.step and step_batch.micro_batches and not self._compared:
-            self._compare(step_batch.micro_batches[0])
+        if not step_batch.step and step_batch.micro_batches and self._repeats.is_due:
+            first = step_batch.micro_batches[0]
+            self._repeats.check(self.dataset, first.ids, seed, first.epochs_and_repeats, self._generators)
         return step_batch
-
-    def _compare(self, micro_batch: MicroBatch) -> None:
-        """Check in step 0 that some samples are the same when they are fetched again.
-
-        Raises:
-            StepRefused: with exact=true, one is not.
-        """
-        self._compared = True
-        ids, epochs = micro_batch.ids[:COMPARED], micro_batch.epochs_and_repeats[:COMPARED]
-        other = other_sample(self.dataset, ids, self.order.seed, epochs, self._generators)
-        if other is None:
-            return
-        wrong = f"sample {other} of the training set is another one when it is fetched again: {SEEDED}"
-        if self.order.layout.exact:
-            raise StepRefused(f"exact=true: {wrong}")
-        if not self.rank:
-            LOG.warning("%s", wrong)
 
     def _fetch_steps(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
         """Fetch step `index` of an epoch and the next steps by one call of `fetch`. Return them by their position."""
@@ -296,10 +280,17 @@ class ChunkDataset:
         dataset: the evaluation set, map-style.
         check: see `StepDataset`.
         chunks: those of this process in order, to announce the shards of a data set with `shard_borders`.
+        repeats: the check of the samples that are fetched first; None: there is none.
     """
 
-    def __init__(self, dataset: Any, check: BatchCheck | None = None, chunks: Sequence[Chunk] = ()) -> None:
-        self.dataset, self.check, self.chunks = dataset, check, chunks
+    def __init__(
+        self,
+        dataset: Any,
+        check: BatchCheck | None = None,
+        chunks: Sequence[Chunk] = (),
+        repeats: Repeats | None = None,
+    ) -> None:
+        self.dataset, self.check, self.chunks, self.repeats = dataset, check, chunks, repeats
         self._generators = Generators(dataset)
         self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
         self._reads_ahead = reads_ahead(dataset)
@@ -312,7 +303,10 @@ class ChunkDataset:
     def __getitems__(self, ids: range | list[int]) -> Any:
         if isinstance(ids, range):
             self._announce_shards(ids)
-        batch = fetch(self.dataset, np.asarray(ids, dtype=np.int64), generators=self._generators)
+        numbers = np.asarray(ids, dtype=np.int64)
+        batch = fetch(self.dataset, numbers, generators=self._generators)
+        if self.repeats is not None and self.repeats.is_due:
+            self.repeats.check(self.dataset, numbers, 0, np.zeros_like(numbers), self._generators)
         if self.check is not None:
             self.check(batch, ids)
         return batch

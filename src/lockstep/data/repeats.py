@@ -11,15 +11,46 @@ from torch.utils.data import TensorDataset
 
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.seeding import Generators
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused, UserError
 
 LOG = logging.getLogger("lockstep")
+COMPARED = 4  # samples that are fetched again
 SEEDED = (
     "draw from the global generators of torch, Python or numpy, which are seeded for each sample, and not from one "
     "that is made for each sample (numpy.random.default_rng()); keep no state between calls (a counter, a cycle), and "
     "do not write into what the data set keeps; if the class has uses_random_numbers = False, remove it, since samples "
     "are then not seeded (lockstep docs own-data)"
 )
+
+
+class Repeats:
+    """The check of some of the samples that a process fetches first.
+
+    Args:
+        name: the data set in words, such as `training`.
+        exact: whether samples that differ are refused.
+        speaks: whether they are named: on one rank.
+    """
+
+    def __init__(self, name: str, exact: bool | str, speaks: bool) -> None:
+        self.name, self.exact, self.speaks = name, exact, speaks
+        self.is_due = True
+
+    def check(self, dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Generators) -> None:
+        """Check the samples once; see `other_sample`.
+
+        Raises:
+            StepRefused: with exact=true, one of them is another one when it is fetched again.
+        """
+        self.is_due = False
+        other = other_sample(dataset, ids[:COMPARED], seed, epochs[:COMPARED], generators)
+        if other is None:
+            return
+        wrong = f"sample {other} of the {self.name} set is another one when it is fetched again: {SEEDED}"
+        if self.exact:
+            raise StepRefused(f"exact=true: {wrong}")
+        if self.speaks:
+            LOG.warning("%s", wrong)
 
 
 def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Generators | None = None) -> int | None:

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, innermost_dataset
-from lockstep.data.labels import LabelCheck, in_memory, label_checks
+from lockstep.data.labels import NAMES, LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
     Chunk,
     ChunkDataset,
@@ -32,6 +32,7 @@ from lockstep.data.loaders import (
     limited,
     set_up_loader_process,
 )
+from lockstep.data.repeats import Repeats
 from lockstep.data.splits import NO_IMAGES, Split, Splits
 from lockstep.errors import UserError
 from lockstep.launch.machine import cores_per_worker, most_loader_processes
@@ -244,7 +245,9 @@ class StepData(pl.LightningDataModule):
     def _evaluation(self, name: str, min_batches: int = 1) -> Loader:
         split, chunks = self._split(name), self._chunks(name, self.rank) or [(0, 1)] * min_batches
         ids = None if split.draws is None else split.draws.ids(0)
-        checked = ChunkDataset(split.dataset, self._label_checks.get(name), chunks)
+        repeats = Repeats(NAMES[name.partition(".")[0]], self.layout.exact, self.rank == 0)
+        check = self._label_checks.get(name)
+        checked = ChunkDataset(split.dataset, check, chunks, repeats if split.stream is None else None)
         return self._loader(checked, ChunkSampler(chunks, ids), name)
 
     def _chunks(self, name: str, rank: int) -> list[Chunk]:
