@@ -13,7 +13,7 @@ from rank_fits import CLASSES, Net, layout_of, splits, trainer_and_data
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MeanMetric, R2Score
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep.errors import UserError
@@ -253,6 +253,28 @@ def test_a_metric_of_torchmetrics_on_ranks_without_a_sample(ranks: Ranks, make: 
 
     for result in ranks(4, of_rank):
         assert result == pytest.approx(expected)
+
+
+def test_states_on_ranks_without_a_sample_have_the_form_of_the_others(ranks: Ranks) -> None:
+    """A sum begins without dimensions, in float32, and is what the batches are."""
+    numbers = torch.Generator().manual_seed(0)
+    x, y = torch.rand(2, 9, 1, generator=numbers, dtype=torch.float64)
+    parts: list[list[int]] = [[0, 1, 2, 3, 4], [], [5, 6, 7, 8], []]
+
+    def of_rank(rank: int) -> float:
+        module: Any = Net()
+        module.r2 = R2Score()
+        trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[])
+        states, samples = MetricStates(trainer), parts[rank] or [0]
+        module.r2.update(x[samples], y[samples])
+        if not parts[rank]:
+            states.restore(trainer)
+        module.r2.dist_sync_fn = StateGather("metric")
+        return float(module.r2.compute())
+
+    whole = R2Score()
+    whole.update(x, y)
+    assert ranks(4, of_rank) == [pytest.approx(float(whole.compute()))] * 4
 
 
 def test_a_batch_that_does_not_count_leaves_no_trace_in_a_metric() -> None:

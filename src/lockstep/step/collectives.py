@@ -173,7 +173,8 @@ class MetricStates:
         """Restore them. A metric that was made since then is reset.
 
         A list that was empty becomes a list of tensors without a sample, whose dtype and dimensions are those of the
-        batch's values: other ranks' values can be concatenated with them, whichever function gathers them.
+        batch's values: other ranks' values can be concatenated with them, whichever function gathers them. A tensor
+        takes the dtype and the dimensions that the batch has given it, since other ranks' batches do so, too.
         """
         for _, part in find_metrics(trainer):
             states = dict(part.metric_state) if isinstance(part, Metric) else {}
@@ -187,6 +188,15 @@ class MetricStates:
                 now = getattr(part, name)
                 if isinstance(batch_state, list) and isinstance(now, list) and not now:
                     setattr(part, name, [each[:0] if each.ndim else each.new_empty(0) for each in batch_state[:1]])
+                elif isinstance(batch_state, Tensor) and isinstance(now, Tensor):
+                    setattr(part, name, _in_form_of(batch_state, now))
+
+
+def _in_form_of(batch_state: Tensor, now: Tensor) -> Tensor:
+    """Return a metric's state with the dtype of another one and, if it can be expanded, its dimensions."""
+    if now.ndim < batch_state.ndim and batch_state.shape[batch_state.ndim - now.ndim :] == now.shape:
+        now = now.expand(batch_state.shape).clone()
+    return now.to(batch_state.dtype)
 
 
 def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
