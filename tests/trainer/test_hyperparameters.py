@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from trainer.small import Data, Net, loader, trainer
 
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.errors import UserError
 
 
 class Activation(enum.Enum):
@@ -141,3 +142,26 @@ def test_those_of_a_data_module_are_logged_and_saved(tmp_path: Path) -> None:
     data = Sized(9)
     trainer(tmp_path / "more", max_epochs=2).fit(Made(1.5), data, ckpt_path=file)
     assert data.fits == 1, "its state is restored"
+
+
+class SavesMore(Net):
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.more, self.saves = more, 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saves += 1
+        checkpoint["more"] = self.more
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """The first save would refuse it, after an epoch."""
+    module, begun = SavesMore(Path("x")), trainer(tmp_path, max_epochs=1)
+    with pytest.raises(UserError, match=r"^on_save_checkpoint of SavesMore adds more, which is no plain data, so no"):
+        begun.fit(module, loader())
+    assert begun.global_step == 0
+    trainer(tmp_path, max_epochs=1, enable_checkpointing=False).fit(module, loader())
+    assert module.saves == 0
+    plain = SavesMore([torch.ones(2), {"a": 1}])
+    assert torch.load(last_of(tmp_path / "plain", plain), weights_only=True)["more"][1] == {"a": 1}
+    assert plain.saves == 1, "the trial leaves no trace"

@@ -1,11 +1,14 @@
-"""Refuse, before the first step, what would make a run's checkpoints useless: shared files and new parameter names."""
+"""Refuse, before the first step, what would make a run's checkpoints useless.
+
+These are shared files, new names of parameters, and what is no plain data.
+"""
 
 import inspect
 import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
+from lockstep.checkpoint.hyperparameters import MODULE
+from lockstep.checkpoint.io import is_plain
 from lockstep.errors import UserError
+from lockstep.lightning.hooks import overrides_method
+from lockstep.step.trial import without_traces
 from lockstep.text import join_names
 
 OUR_NAMES = re.compile(r"(last|best|step_\d+)\.ckpt")  # in `checkpoints/`, see paths.py
@@ -81,6 +88,26 @@ def _targets(callback: pl.Callback) -> Iterator[str]:
         yield callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
 
+def refuse_saved_objects(trainer: Any, module: pl.LightningModule) -> None:
+    """Refuse a module whose `on_save_checkpoint` adds what is no plain data. The first save would do so late.
+
+    Raises:
+        UserError: it is such a module.
+    """
+    if not trainer.checkpoint_callbacks or not overrides_method(module, "on_save_checkpoint", MODULE):
+        return
+    content = {"epoch": 0, "global_step": 0, "state_dict": module.state_dict()}
+    content[MODULE.CHECKPOINT_HYPER_PARAMS_KEY] = dict(module.hparams)
+    names = {*content}
+    with suppress(Exception), without_traces(module, trainer):  # it may need what the first step makes
+        module.on_save_checkpoint(content)
+    if added := sorted(name for name in content.keys() - names if not is_plain(content[name])):
+        raise UserError(
+            f"on_save_checkpoint of {type(module).__name__} adds {join_names(added)}, which is no plain data, so no "
+            "checkpoint could be saved: add numbers, texts and tensors, or lists and dicts of them"
+        )
+
+
 class ParameterNameCheck(pl.Callback):
     """Refuses callbacks and hooks that rename, add or replace parameters, since no run could continue with them.
 
@@ -116,6 +143,7 @@ class ParameterNameCheck(pl.Callback):
                     "could continue with it: prune the weights of a run that has ended"
                 )
         self._check(trainer, pl_module)
+        refuse_saved_objects(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._check(trainer, pl_module)
