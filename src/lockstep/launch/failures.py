@@ -4,6 +4,7 @@ import faulthandler
 import os
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lockstep.errors import LostRank, NonFinite, StepRefused, UserError, WorkerFailed
@@ -155,6 +157,24 @@ def is_printed_by_another_rank(line: str) -> bool:
     except DistError:
         pass
     return False
+
+
+def print_refusals_as_lines() -> None:
+    """Let a user's own program that a refusal ends print its line alone, once, as the template's programs do.
+
+    So does a rank that only lost another one. Other errors have a traceback, and all with HYDRA_FULL_ERROR=1.
+    """
+    if sys.excepthook is sys.__excepthook__ and os.environ.get("HYDRA_FULL_ERROR") != "1":
+        sys.excepthook = _print_in_one_line
+
+
+def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if is_lost_rank(error) and not _is_timeout(error):
+        error = LostRank(f"rank {environment().rank} lost the connection to another rank, whose error is the reason")
+    if not isinstance(error, UserError | WorkerFailed):
+        sys.__excepthook__(kind, error, trace)
+    elif not (is_raised_by_all_ranks(error) and is_printed_by_another_rank(f"error: {error}")):
+        print(f"error: {error}", file=sys.stderr)
 
 
 # --- the stack of a worker that hangs ---

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import devices_of_engine, environment, external_workers, refuse_unknown_rank
-from lockstep.launch.failures import is_lost_rank, user_code_location
+from lockstep.launch.failures import is_lost_rank, print_refusals_as_lines, user_code_location
 from lockstep.launch.machine import choose_devices, cores_per_worker
 from lockstep.launch.parent import launch as launch_workers
 from lockstep.launch.parent import start_method
@@ -50,6 +50,7 @@ def launch(
         WorkerFailed: a worker failed or died. Its traceback is printed.
         Interrupted: a signal ended the run, whose checkpoint is saved.
     """
+    print_refusals_as_lines()
     if not callable(function):
         raise UserError(f"lockstep.launch got a {type(function).__name__}: call launch(function, *args, devices=4)")
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
