@@ -423,3 +423,19 @@ def test_loggers_get_the_files_when_they_are_complete(tmp_path: Path, users: boo
     made = trainer(tmp_path, pieces=2, max_epochs=3, logger=logger, callbacks=callbacks)
     made.fit(Net(), loader())
     assert sorted(set(logger.steps)) == [6, 12, 18]
+
+
+def test_a_signal_is_the_programs_own_if_nothing_is_saved(tmp_path: Path) -> None:
+    """Where checkpoints are saved, the program's handler does not get it, and the run ends."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        made = trainer(tmp_path, max_epochs=1, callbacks=[Signals(SIGTERM=2)], enable_checkpointing=False)
+        made.fit(Net(), loader())
+        assert (received, made.global_step, [*tmp_path.iterdir()]) == ([signal.SIGTERM], 6, [])
+        saving = trainer(tmp_path, max_epochs=1, callbacks=[Signals(SIGTERM=2)])
+        with pytest.raises(lockstep.Interrupted):
+            saving.fit(Net(), loader())
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
