@@ -89,7 +89,7 @@ def _targets(callback: pl.Callback) -> Iterator[str]:
 
 
 def refuse_saved_objects(trainer: Any, module: pl.LightningModule) -> None:
-    """Refuse a module whose `on_save_checkpoint` adds what is no plain data. The first save would do so late.
+    """Refuse a module whose `on_save_checkpoint` adds what is no plain data. The first save would do so after an epoch.
 
     Raises:
         UserError: it is such a module.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import SequentialSampler
 
 from lockstep.data.loaders import limited
@@ -13,11 +14,27 @@ from lockstep.data.splits import Split
 from lockstep.errors import UserError
 
 
-class WatchedSize(int):
-    """A number of devices that records by what it divides.
+class Quotient(int):
+    """A whole number divided by a number of devices, without a remainder.
 
     Attributes:
-        quotients: the dividends and quotients.
+        whole: that number.
+    """
+
+    whole: int
+
+    def __floordiv__(self, other: Any) -> Any:
+        return other.__rfloordiv__(self)  # which may be a `WatchedSize`
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+class WatchedSize(int):
+    """A number of devices that records by what it divides. `32 // size` is a `Quotient`.
+
+    Attributes:
+        quotients: the other dividends and quotients.
     """
 
     quotients: list[tuple[Any, Any]]
@@ -27,7 +44,11 @@ class WatchedSize(int):
         return quotient
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return self._recorded(other, other // int(self))
+        if type(other) not in (int, Quotient) or other % int(self):
+            return self._recorded(other, other // int(self))
+        quotient = Quotient(int(other) // int(self))
+        quotient.whole = getattr(other, "whole", other)
+        return quotient
 
     def __rtruediv__(self, other: Any) -> Any:
         return self._recorded(other, other / int(self))
@@ -52,25 +73,55 @@ def watched(size: int, quotients: list[tuple[Any, Any]]) -> WatchedSize:
     return made
 
 
-def refuse_divided_batch_size(
-    size: int | None, chosen: int | None, owner: Any, devices: int, quotients: list[tuple[Any, Any]]
-) -> None:
-    """Refuse a training loader whose batch size was divided by the number of devices.
+def over_all_devices(
+    splits: dict[str, Split], chosen: int | None, devices: int, owner: Any, quotients: list[tuple[Any, Any]]
+) -> dict[str, Split]:
+    """Return a user's data sets with batch sizes that count the samples of all devices.
+
+    A loader whose batch size is a `Quotient` has that of one device. So may the training loader beside a `batch_size`
+    of the Trainer that is a multiple of its own.
 
     Args:
-        size: the loader's batch size.
+        splits: the data sets.
         chosen: the Trainer's `batch_size`, or None.
-        owner: the user's data module or the module with the loader, or None. If it has an attribute or hyperparameter
-            of a batch size that is `devices` times as large, it has divided it.
         devices: the devices of all machines.
-        quotients: what was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
+        owner: the user's data module or the module with the loaders, or None.
+        quotients: what else was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
 
     Raises:
-        UserError: it was.
+        UserError: the batch size of the training loader does not fit that of the Trainer, or seems to have been divided
+            by the number of devices.
     """
-    if size is None or size == chosen or devices == 1:
-        return
-    whole = next((each for each, quotient in quotients if int(quotient) == size != each), None)
+    made = {}
+    for part, each in splits.items():
+        size = each.batch_size
+        if part == "train" and chosen and size:
+            if chosen % size:
+                raise UserError(
+                    f"Trainer(batch_size={chosen}), but the training loader has batch_size={size}: give the same, or "
+                    "a multiple; it counts the samples of one optimizer step over all devices"
+                )
+            size = chosen
+        elif isinstance(size, Quotient) and size.whole == size * devices:
+            size = size.whole
+            if part == "train" and devices > 1:
+                rank_zero_info(
+                    f"a step has {size} samples, since the training loader has batch_size={each.batch_size}, which is "
+                    f"{size} divided by the Trainer's number of devices"
+                )
+        elif part == "train" and size and devices > 1:
+            _refuse_divided(size, owner, devices, quotients)
+        made[part] = replace(each, batch_size=size)
+    return made
+
+
+def _refuse_divided(size: int, owner: Any, devices: int, quotients: list[tuple[Any, Any]]) -> None:
+    """Refuse a batch size of a training loader that was divided by the number of devices; see `over_all_devices`.
+
+    The owner may have an attribute or hyperparameter of a batch size that is `devices` times as large.
+    """
+    whole = getattr(size, "whole", None)
+    whole = whole or next((each for each, quotient in quotients if int(quotient) == size != each), None)
     how = f"{whole} divided by the Trainer's number of devices"
     if whole is None and isinstance(owner, pl.LightningDataModule | pl.LightningModule):
         values = {**dict(owner.hparams), **vars(owner)}
@@ -80,7 +131,7 @@ def refuse_divided_batch_size(
         how = f"the {name} of {type(owner).__name__}, {whole}, divided by {devices} devices"
     if whole is not None:
         raise UserError(
-            f"the training loader has batch_size={size}, which is {how}: give the loader batch_size={whole}, since it "
+            f"the training loader has batch_size={size}, which is {how}: give Trainer(batch_size={whole}), which "
             f"counts the samples of a step over all devices; or, if a step has {size}, Trainer(batch_size={size})"
         )
 
@@ -114,16 +165,6 @@ def first_batches(train: Split, limit: int | float, whole_batches: bool) -> Spli
 
 
 def batch_size_of(splits: dict[str, Split], chosen: int | None, parts: Sequence[str]) -> int | None:
-    """Return the batch size of the first of these parts that a loader has, or else the chosen one.
-
-    Raises:
-        UserError: the loader of `train` has another one than the Trainer's.
-    """
-    train = splits.get("train")
-    if train and train.batch_size and chosen not in (None, train.batch_size):
-        raise UserError(
-            f"Trainer(batch_size={chosen}), but the training loader has batch_size={train.batch_size}: give the same; "
-            "it counts the samples of one optimizer step over all devices"
-        )
+    """Return the batch size of the first of these parts that a loader has, or else the chosen one."""
     of_loaders = (each.batch_size for part in parts for name, each in splits.items() if name.partition(".")[0] == part)
     return chosen or next((size for size in of_loaders if size), None)

@@ -39,6 +39,7 @@ from lockstep.data.step_data import StepData
 from lockstep.data.user_data import user_splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
+from lockstep.launch.failures import print_refusals_as_lines
 from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
@@ -53,7 +54,7 @@ from lockstep.trainer.data import (
     batch_size_of,
     first_batches,
     in_order,
-    refuse_divided_batch_size,
+    over_all_devices,
     watched,
 )
 from lockstep.trainer.options import (
@@ -189,6 +190,7 @@ class Trainer(StepTrainer):
                 **(device_options(layout) | options),
             )
             return
+        print_refusals_as_lines()
         self.validates_last_step = False  # as Lightning's
         accelerator = name_of(accelerator, strategy)
         devices = whole_number_of(devices, accelerator)
@@ -279,7 +281,7 @@ class Trainer(StepTrainer):
 
     @property
     def world_size(self) -> int:
-        """The number of processes; see `refuse_divided_batch_size`."""
+        """The number of processes; see `lockstep.trainer.data.WatchedSize`."""
         return self._watched(super().world_size)
 
     @property
@@ -530,11 +532,10 @@ class Trainer(StepTrainer):
         for each in self.callbacks:  # Lightning's Tuner adds one
             refuse_callback("callbacks", each)
         splits = user_splits(self, stage, self.seed, first, val_loaders, datamodule, module, self._datamodule)
-        loaders = dict(splits.loaders)
+        devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
+        about = self.batch_size, devices, splits.owner or module, self._quotients
+        loaders = over_all_devices(dict(splits.loaders), *about)
         if "train" in loaders:
-            devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
-            size_of_loader = loaders["train"].batch_size
-            refuse_divided_batch_size(size_of_loader, self.batch_size, splits.owner or module, devices, self._quotients)
             if self.overfit_batches:
                 ordered = {part: in_order(each) for part, each in loaders.items()}
                 changed = [part for part, each in ordered.items() if each is not loaders[part] and loaders[part].loader]
