@@ -58,15 +58,11 @@ class Extra:
     """A feature outside of the core. The methods do nothing here: override those that you need.
 
     Attributes:
-        separate_weights: whether each process has its own gradient and its own weights.
         changes_weights: whether the extra changes the weights of a run.
-        can_skip: whether a step may be skipped (`nonfinite=skip`).
         name: the name of the extra's file in conf/extras/; set when the extra is chosen.
     """
 
-    separate_weights = False
     changes_weights = True
-    can_skip = True
     name = ""
 
     @property

@@ -261,11 +261,6 @@ def _check_callback(
         )
     if not isinstance(callback, WeightAveraging):
         return
-    for extra in config.extras.values():
-        if extra.separate_weights:
-            raise UserError(
-                f"{setting}: with {extra.setting} each device would have its own average: leave one of them out"
-            )
     if config.layout.weights == "staged":  # each process has a part of the network
         raise UserError(f"{setting}: {kind} needs the whole network on each device: use strategy=ddp")
     if config.precision.endswith("16-true"):
@@ -292,8 +287,7 @@ def make_trainer(
     layout = config.layout
     resumed = parts.resumed if parts else {}
     gradient_sum = config.strategy.build(layout)
-    can_skip = all(extra.can_skip for extra in config.extras.values())
-    hooks = step_checks(layout, config.nonfinite, can_skip, config.compile)
+    hooks = step_checks(layout, config.nonfinite, config.compile)
     if config.speed.cuda_graphs:
         hooks.append(CudaGraphs())
     observers: list[CheckpointObserver] = []

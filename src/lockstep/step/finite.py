@@ -60,15 +60,16 @@ class FiniteGradientCheck(StepHook):
     Args:
         policy: `stop` raises `NonFinite`; `skip` leaves weights, buffers and optimizer unchanged and continues.
         one_step_later: whether `stop` may get the result one step later; for GPUs.
-        can_skip: whether the run could use `skip`. An error message then suggests it.
         compiled: whether torch compiles the networks. The search for a sample runs them uncompiled.
+
+    Attributes:
+        skip_advice: what an error message suggests where another policy could help.
     """
 
-    def __init__(
-        self, policy: str, one_step_later: bool = False, can_skip: bool = True, compiled: bool = False
-    ) -> None:
+    skip_advice = "nonfinite=skip skips such steps"
+
+    def __init__(self, policy: str, one_step_later: bool = False, compiled: bool = False) -> None:
         self.policy = policy
-        self.can_skip = can_skip
         self.compiled = compiled
         self._losses: deque[tuple[int, list[Tensor]]] = deque(maxlen=RECENT)  # of recent steps, with their numbers
         self._searches = 0
@@ -162,7 +163,7 @@ class FiniteGradientCheck(StepHook):
 
     def _advice(self, findings: Sequence[Findings]) -> str:
         """Return what would be right, for the error message; empty if nothing is known."""
-        skip = "nonfinite=skip skips such steps" * self.can_skip
+        skip = self.skip_advice
         if any(each.wrong_values for each in findings):
             return ": correct the data" + f"; {skip}" * bool(skip)
         if any(each.growth or each.large_weights for each in findings):

@@ -116,7 +116,6 @@ class StepPasses:
             raise
         if self._ends_epoch():
             self.flush()
-            self.buffers.end_of_epoch()
         step.batch.returned = step.outputs
         return step.means()
 
@@ -136,7 +135,7 @@ class StepPasses:
         self.buffers.before_forward()
         before = gradient_versions(step.module) if checks else {}
         step.forward(index)
-        self.buffers.after_forward()
+        self.buffers.after_forward(step.batch.micro_batches[index].piece)
         if checks:
             refuse_other_gradients(before, step.module)
 

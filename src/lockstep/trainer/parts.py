@@ -45,17 +45,16 @@ REFUSED_CALLBACKS = {
 }
 
 
-def step_checks(layout: Layout, nonfinite: str, can_skip: bool = True, compiled: bool = False) -> list[StepHook]:
+def step_checks(layout: Layout, nonfinite: str, compiled: bool = False) -> list[StepHook]:
     """Return the hooks that check the first step of a run, and the gradients of each step.
 
     Args:
         layout: the run's layout.
         nonfinite: see `lockstep.Trainer`.
-        can_skip: whether a step may be skipped.
         compiled: whether the network is compiled.
     """
     later = layout.accelerator == "gpu"
-    finite = FiniteGradientCheck(nonfinite, one_step_later=later, can_skip=can_skip, compiled=compiled)
+    finite = FiniteGradientCheck(nonfinite, one_step_later=later, compiled=compiled)
     return [FirstStepCheck(compiled=compiled), finite]
 
 

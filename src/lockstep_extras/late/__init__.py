@@ -25,8 +25,6 @@ class Late(Extra):
         steps: optimizer steps between the computation of a gradient and its use.
     """
 
-    can_skip = False
-
     def __init__(self, steps: int) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: must be 1 or more")
@@ -47,7 +45,7 @@ class Late(Extra):
                 f"strategy.compression={config.strategy.compression}",
                 "only DDP's reducer compresses, and it does not send late gradients",
             )
-        if any(extra.separate_weights for extra in config.extras.values()):
+        if any(getattr(extra, "separate_weights", False) for extra in config.extras.values()):
             yield "extras=[local_sgd]", "no gradient is sent"
         if config.nonfinite == "skip":
             yield "nonfinite=skip", "later steps depend on a late gradient before it can be checked"
@@ -70,9 +68,13 @@ class Late(Extra):
         return late_sum(gradients, self.steps)
 
     def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        from lockstep.step.finite import FiniteGradientCheck
         from lockstep.step.strategy import proxy
         from lockstep_extras.late.sum import LatePasses
 
+        for hook in passes.hooks:
+            if isinstance(hook, FiniteGradientCheck):
+                hook.skip_advice = ""
         return proxy(passes, LatePasses)
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:

@@ -29,7 +29,7 @@ class Ledger(Extra):
         if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
             yield "no callbacks.checkpoint", "the ledger has a line for each checkpoint"
         for extra in config.extras.values():
-            if extra.separate_weights:
+            if getattr(extra, "separate_weights", False):
                 yield (
                     extra.setting,
                     "a checkpoint has only one device's optimizer state, so no part can be repeated",

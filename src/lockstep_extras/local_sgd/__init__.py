@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
+    from lockstep.step.passes import StepPasses
 
 
 class LocalSgd(Extra):
@@ -21,10 +22,12 @@ class LocalSgd(Extra):
 
     Args:
         every: steps between averages. Each validation and each checkpoint has an average before it, too.
+
+    Attributes:
+        separate_weights: each process has its own gradient and its own weights; other extras ask for it.
     """
 
     separate_weights = True
-    can_skip = False
 
     def __init__(self, every: int) -> None:
         if every < 1:
@@ -63,8 +66,16 @@ class LocalSgd(Extra):
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         from lockstep_extras.local_sgd.average import AverageWeights, LocalGradients
 
-        self._averages = AverageWeights(self.every)
+        self._averages = AverageWeights(self.every, self.setting)
         return LocalGradients(gradients.strategy, self._averages)
+
+    def wrap_passes(self, passes: "StepPasses") -> "StepPasses":
+        from lockstep.step.finite import FiniteGradientCheck
+
+        for hook in passes.hooks:
+            if isinstance(hook, FiniteGradientCheck):
+                hook.skip_advice = ""
+        return passes
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
         return [self._averages]

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from lockstep.errors import UserError
 from lockstep.lightning.strategy import StepStrategy
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import GradientSum, trained_parameters
@@ -20,9 +22,16 @@ class AverageWeights(Callback):
     resumed run.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, setting: str = "") -> None:
         self.every = every
+        self.setting = setting  # what chooses it, for messages
         self._differ = False  # whether the weights may differ between processes
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging):
+                kind = type(callback).__name__
+                raise UserError(f"{kind}: with {self.setting} each device would have its own average: leave one out")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self._differ = True

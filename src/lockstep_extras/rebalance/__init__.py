@@ -36,12 +36,15 @@ class Rebalance(Extra):
             yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
         if config.layout.weights == "sharded":
             yield f"strategy={layout.strategy}", "the devices wait for each other in each pass; strategy=ddp"
-        if layout.strategy == "dp":
-            yield "strategy=dp", "one process runs all devices, so no device has a time of its own; strategy=ddp"
+        if layout.num_devices > 1 and layout.one_process:
+            yield (
+                f"strategy={layout.strategy}",
+                "one process runs all devices, so no device has a time of its own; strategy=ddp",
+            )
         if getattr(config.strategy, "sync_batchnorm", False):
             yield "strategy.sync_batchnorm=true", "all devices must have equally many pieces"
         for extra in config.extras.values():
-            if extra.separate_weights:
+            if getattr(extra, "separate_weights", False):
                 yield extra.setting, "the result depends on which device computes which piece"
         # An engine may start another number of workers the next time, so `notes` only warns.
         if layout.num_devices == layout.pieces > 1 and not external_workers():

@@ -58,7 +58,7 @@ def test_averages_of_three_of_which_one_has_no_sample(run_train: Program) -> Non
 def test_an_average_of_each_process_is_refused(run_train: Program) -> None:
     run = run_train(*TASK, "strategy=ddp", "devices=2", "extras=[local_sgd]", "callbacks=[default,ema]", ok=False)
     assert run.returncode == 2
-    assert "callbacks.ema: with extras.local_sgd.every=8 each device" in run.stderr
+    assert "EMA: with extras.local_sgd.every=8 each device" in run.stderr
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
