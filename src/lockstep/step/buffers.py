@@ -13,8 +13,8 @@ last step of an epoch, its content is compared as well, because `.data` hides a 
 must be the same after all pieces. They are many and large, so copies of them exist only in the steps that compare, and
 they must begin to change there.
 
-What can't follow the rule is refused by its name: a buffer that appears after the run's first step has begun, changes
-its shape or dtype in a pass, or changes in a backward pass only. A step of one piece leaves all but BatchNorm to torch.
+What can't follow the rule is refused by its name: a buffer that appears or changes its shape or dtype in a pass, or
+changes in a backward pass only. A step of one piece leaves all but BatchNorm to torch.
 """
 
 import logging
@@ -163,7 +163,7 @@ class StepBuffers:
         self._differs: dict[str, Tensor] = {}  # whether a parameter has another value after a later piece
         self._unread: list[tuple[list[str], Tensor]] = []  # integers, and whether they differ, still on a device
         self._noticed: set[str] = set()  # integers that differ
-        self._find(begins=True)
+        self._find()
         self.changing = [path for path in self.buffers if path in state.get("buffers", ())]
 
     # --- one step ---
@@ -252,7 +252,7 @@ class StepBuffers:
         if not self._follows:
             return
         if self._compares:
-            self._find()
+            self._find(in_step=True)
         self.changing = self._all_changing()
         active = [path for path in self.changing if self.buffers[path].start is not None]
         results = self._means([path for path in active if not self.buffers[path].is_parameter], step_batch.num_nonempty)
@@ -373,14 +373,14 @@ class StepBuffers:
             if self.buffers[path].is_parameter:
                 self.buffers[path].restore()
 
-    def _find(self, begins: bool = False) -> None:
-        """Find buffers, and parameters that were frozen since.
+    def _find(self, in_step: bool = False) -> None:
+        """Find new buffers, and parameters that were frozen since.
 
         Args:
-            begins: whether this is before the run's first step.
+            in_step: whether the step's passes have run since the last call.
 
         Raises:
-            StepRefused: a buffer was registered since then.
+            StepRefused: they have registered a buffer.
         """
         module, holds = self.strategy.lightning_module, self.strategy.holds
         names = list(other_buffers(module)) if self._follows else []
@@ -388,7 +388,7 @@ class StepBuffers:
         for path, layer, name in names:
             if path not in self.buffers:
                 buffer = Buffer(layer, name, path, name in layer._parameters, holds(layer))
-                if not begins and not buffer.is_parameter:
+                if in_step and not buffer.is_parameter:
                     raise StepRefused(f"{buffer} {APPEARS}")
                 buffer.save()
                 self.buffers[path] = buffer
