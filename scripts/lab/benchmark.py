@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 
-from bench import folders, growth, portable, programs, steps
+from bench import folders, portable, programs, steps
 from bench.machine import cpu_name
 from bench.players import Row
 from repository import ROOT
@@ -43,7 +43,6 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder 
     "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders.folders(folder),
-    "growth": lambda *_: growth.growth(),
     "portable": lambda folder, _: portable.portable(folder),
     "gpu": lambda folder, _: steps.gpu(folder),
 }

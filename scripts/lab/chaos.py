@@ -2,7 +2,6 @@
 
     python scripts/lab/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
     python scripts/lab/chaos.py --faults 300 --exact model.dropout=0.5
-    python scripts/lab/chaos.py --faults 6 --machines 3
 
 The faults: workers, their parent or all of them get SIGKILL, SIGTERM or SIGSTOP; the disk becomes full; the newest
 checkpoint is damaged. --seed determines the faults and their targets; the clock determines the moments. After each
@@ -11,13 +10,10 @@ from best.ckpt, or starts again. A run survives if it ends with the weights_sha2
 run, if each process ends with the exit code of its fault and without a traceback, and if nothing is left behind: no
 process, no temporary file, no folder but the run folders.
 
-With --machines one run under torchrun over network namespaces (Linux, root) is hit without being resumed by hand: a
-worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A killed machine starts again
-after seconds. Without the store all end, and start again with the store of another machine. The run must end as on one
-device, and each machine must have the same last.ckpt.
-
-With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
-the network between them is parted, and no two runs may write one folder. docs/devices/when-something-dies.md has both:
+With --storm one run under torchrun over network namespaces (Linux, root) is hit without being resumed by hand: machines
+are killed and cut off by the clock, also the one that serves torchrun's store, and it reports where the time went. With
+--cuts the network between them is parted, and no two runs may write one folder. docs/devices/when-something-dies.md has
+both:
 
     python scripts/lab/chaos.py --storm --every 15,60 --strikes 16,5 --picture storm.png
     python scripts/lab/chaos.py --cuts 200
@@ -46,7 +42,6 @@ from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
 from campaigns.deaths import CALM, PIECE_SECONDS, Deaths, DeathStorm
 from campaigns.goodput import draw
-from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
 from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
@@ -81,7 +76,7 @@ def main() -> int:
         "--layouts", default=",".join(LAYOUTS), help="ignored with --exact, which draws one for each start"
     )
     parser.add_argument("--exact", action="store_true", help="exact=true, with a random layout at each start")
-    parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
+    parser.add_argument("--machines", type=int, default=3, metavar="N", help="of --storm and --cuts")
     parser.add_argument("--storm", action="store_true", help="one exact run whose machines die one after the other")
     parser.add_argument("--every", type=numbers, default=[15.0, 60.0], metavar="S,S", help="seconds between strikes")
     parser.add_argument("--strikes", type=numbers, default=[16.0, 5.0], metavar="N,N", help="for each of --every")
@@ -98,11 +93,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
-    if arguments.machines is None and (arguments.storm or arguments.cuts):
-        arguments.machines = 3
     if len(arguments.every) != len(arguments.strikes):
         parser.error("--every and --strikes must have as many numbers")
-    if arguments.machines is not None and not 2 <= arguments.machines <= 200:
+    if not 2 <= arguments.machines <= 200:
         parser.error(f"--machines={arguments.machines} is out of range: use 2 to 200")
 
     try:
@@ -125,16 +118,12 @@ def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: lis
             epochs = 3 + int((CALM + chosen.deaths * every) / PIECE_SECONDS * 64 / DIGITS)
             return [DeathStorm(chosen.deaths, every, "storm", one_each([*job, f"max_epochs={epochs}"]), *common)]
         return [Deaths(chosen.deaths, "deaths", one_each(job), *common)]
-    if chosen.machines:
+    if chosen.storm or chosen.cuts:
         machines = stack.enter_context(Machines(chosen.machines))
         if chosen.storm:
             drawn += storms(chosen, machines, work)
             return drawn
-        if chosen.cuts:
-            return cuts(chosen, machines, work)
-        length = f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}"
-        name, job = f"{chosen.machines} machines", one_each([*JOB, *EXACT, length, *chosen.overrides])
-        return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
+        return cuts(chosen, machines, work)
     job = one_each([*JOB, *(EXACT if chosen.exact else ()), *chosen.overrides])
     layouts = {name: [LAYOUTS[name]] for name in chosen.layouts.split(",")}
     layouts = {"exact": EXACT_LAYOUTS} if chosen.exact else layouts

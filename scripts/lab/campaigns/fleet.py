@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from signal import SIGKILL
 from subprocess import DEVNULL
 from typing import Any
 
@@ -138,11 +137,6 @@ class Fleet:
         campaign.check_end(max(summaries, key=lambda path: path.stat().st_mtime).parent)
         return None
 
-    def kill_worker(self, number: int) -> None:
-        """Kill the worker of a machine."""
-        events = self.record.events_of(self.machines.names[number])
-        os.kill(next(event["pid"] for event in reversed(events) if event["what"] == "starts"), SIGKILL)
-
     def kill(self, number: int, seconds: float) -> None:
         """Kill all processes of a machine. It comes back after `seconds`."""
         self.machines.kill(number)
@@ -169,13 +163,6 @@ class Fleet:
                 self._ended(number)
         self.server = rng.choice(others)
         self._due |= dict.fromkeys(others, time.monotonic())
-
-    def kill_all(self, rng: Random) -> None:
-        """Kill all machines. They start again with the store of another one."""
-        everybody = range(len(self.homes))
-        for number in everybody:
-            self.kill(number, 0.0)
-        self.server = rng.choice([number for number in everybody if number != self.server])
 
     def output(self) -> str:
         """Return the newest output of torchrun."""
