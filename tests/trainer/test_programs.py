@@ -288,7 +288,7 @@ def test_a_batch_size_that_is_divided_by_the_devices_counts_all_of_them_or_is_re
 
     whole = fits(Multiplied)
     assert {on_two(data) for data in (Multiplied, PerDevice)} == {whole} == {fits(InLoader)}
-    assert on_two(InSetup) == fits(InSetup), "it shuffles"
+    assert on_two(InSetup) == fits(InSetup) == fits(InSetup, strategy="dp", devices=2), "it shuffles"
     for data in (InLoader, OfEnvironment):
         with pytest.raises(UserError, match=r"batch_size=12, which is .*24.* divided by .*Trainer\(batch_size=24\)"):
             on_two(data)

@@ -46,6 +46,8 @@ class WatchedSize(int):
     def __rfloordiv__(self, other: Any) -> Any:
         if type(other) not in (int, Quotient) or other % int(self):
             return self._recorded(other, other // int(self))
+        if self == 1:  # of several devices in one process, too
+            return other
         quotient = Quotient(int(other) // int(self))
         quotient.whole = getattr(other, "whole", other)
         return quotient
