@@ -47,7 +47,8 @@ def gather_tensors(tensor: Tensor, what: str, group: Any = None) -> list[Tensor]
     """Return the tensors of all ranks, which may differ in size. All ranks must call it.
 
     Tensors without an element get the dtype and the other dimensions of those that have elements. So a metric's state
-    of a rank without a sample can be concatenated with the others.
+    of a rank without a sample can be concatenated with the others. One without dimensions is expanded to the others, as
+    in the sum over batches that a metric begins with a number.
 
     Args:
         tensor: this rank's tensor.
@@ -61,10 +62,16 @@ def gather_tensors(tensor: Tensor, what: str, group: Any = None) -> list[Tensor]
     if len(headers) == 1:
         return [tensor]
     filled = [header for header in headers if prod(header.shape)] or headers[:1]
+    filled = [header for header in filled if header.shape] or filled
     dtype, like = filled[0].dtype, filled[0].shape
     if len({(header.dtype, len(header.shape)) for header in filled}) > 1:
         check_same_shapes(filled, "they must have the same dtype and number of dimensions")
-    shapes = [header.shape if len(header.shape) == len(like) else (0, *like[1:]) for header in headers]
+    if not tensor.ndim:
+        tensor = tensor.to(dtype).expand(like)
+    shapes = [
+        header.shape if len(header.shape) == len(like) else (0, *like[1:]) if header.shape else like
+        for header in headers
+    ]
     size = max(map(prod, shapes))
     padded = tensor.new_zeros(size, dtype=dtype)
     padded[: tensor.numel()] = tensor.detach().flatten()
@@ -174,7 +181,7 @@ class MetricStates:
 
         A list that was empty becomes a list of tensors without a sample, whose dtype and dimensions are those of the
         batch's values: other ranks' values can be concatenated with them, whichever function gathers them. A tensor
-        takes the dtype and the dimensions that the batch has given it, since other ranks' batches do so, too.
+        takes the dtype that the batch has given it.
         """
         for _, part in find_metrics(trainer):
             states = dict(part.metric_state) if isinstance(part, Metric) else {}
@@ -189,14 +196,7 @@ class MetricStates:
                 if isinstance(batch_state, list) and isinstance(now, list) and not now:
                     setattr(part, name, [each[:0] if each.ndim else each.new_empty(0) for each in batch_state[:1]])
                 elif isinstance(batch_state, Tensor) and isinstance(now, Tensor):
-                    setattr(part, name, _in_form_of(batch_state, now))
-
-
-def _in_form_of(batch_state: Tensor, now: Tensor) -> Tensor:
-    """Return a metric's state with the dtype of another one and, if it can be expanded, its dimensions."""
-    if now.ndim < batch_state.ndim and batch_state.shape[batch_state.ndim - now.ndim :] == now.shape:
-        now = now.expand(batch_state.shape).clone()
-    return now.to(batch_state.dtype)
+                    setattr(part, name, now.to(batch_state.dtype))
 
 
 def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
