@@ -283,10 +283,10 @@ def test_a_rank_whose_weights_differ_is_named_on_every_rank(ranks: Ranks, net: N
 class ForgetsLastPiece(ExactGradientSum):
     """The fault of a rank that leaves out its last piece of each step."""
 
-    def start(self, step_batch: Any) -> Any:
+    def reduce(self, step_batch: Any) -> None:
         if cast(Any, self.strategy).global_rank == 1:
             self.sum.begin(step_batch.step)
-        return super().start(step_batch)
+        super().reduce(step_batch)
 
 
 class AddsFloats(GradientSum):

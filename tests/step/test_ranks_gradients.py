@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from thread_ranks import Ranks
 from torch import Tensor, nn
 
@@ -210,29 +211,6 @@ def test_a_stage_sums_no_parameters_of_others(net: Net) -> None:
     assert (size, sum(gradients.sum.sizes)) == (3 * 15, 15)
 
 
-def test_a_sum_of_one_process_is_started_and_applied_later(net: Net) -> None:
-    gradients = make_sum(deepcopy(net), GradientSum, 1)
-    module = gradients.strategy.lightning_module
-    module.loss(3).backward()
-    expected = [parameter.grad for parameter in module.parameters()]
-    started = gradients.start(step_batch([3]))
-    assert all(parameter.grad is None for parameter in module.parameters())
-    gradients.apply(started)
-    assert same([[parameter.grad for parameter in module.parameters()]], [expected])
-
-
-def test_a_result_is_computed_once(ranks: Ranks, net: Net) -> None:
-    """A second wait would start another collective."""
-
-    def of_rank(rank: int) -> bool:
-        gradients = make_sum(deepcopy(net), GradientSum, 2)
-        gradients.strategy.lightning_module.loss(rank).backward()
-        started = gradients.start(step_batch([rank]))
-        return started.result is started.result
-
-    assert ranks(2, of_rank) == [True, True]
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", [GradientSum, ExactGradientSum])
 def test_a_value_that_is_not_finite_reaches_all_ranks(ranks: Ranks, net: Net, kind: Any, value: float) -> None:
@@ -252,20 +230,18 @@ def test_a_damaged_message_is_not_applied_where_it_arrives(
 ) -> None:
     """Only the rank that gets it damaged can see it."""
 
-    class Damaged(ExactGradientSum):
-        def start(self, batch: Any) -> Any:
-            started = super().start(batch)
-            if cast(Any, self.strategy).rank == 1 and batch.step == 1:
-                self.sum.message[7] += 1 << 30
-            return started
+    class Damaged(CheckedSum):
+        def unpack(self, *args: Any) -> Any:
+            if dist.get_rank() == 1 and self.step == 1:
+                self.message[7] += 1 << 30
+            return super().unpack(*args)
 
-    def of_rank(rank: int, kind: Any) -> Any:
-        gradients = make_sum(deepcopy(net), kind, 3)
-        gradients.exact_sum = CheckedSum
-        gradients.strategy.rank = rank
+    def of_rank(rank: int) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, 3)
+        gradients.exact_sum = Damaged
         return [take_step(gradients, LAYOUTS[1][rank], number) for number in range(2)]
 
-    zero, one, two = ranks(3, lambda rank: of_rank(rank, Damaged), errors=CorruptMessage)
+    zero, one, two = ranks(3, of_rank, errors=CorruptMessage)
     assert str(one).startswith("step 2: the sums of always.weight to never.bias do not match what the ranks sent")
     assert same(zero, two)
     assert same(zero, steps(net, ExactGradientSum, [range(5)], 0)), "checksums change no bit"

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,10 @@ class StepPiece(Piece):
 
     def compute(self, batch: Any, number: int | None = None, graph: bool = False) -> tuple[Tensor, float | None]:
         """Return the loss of some samples, and the weight beside it."""
-        if graph:
-            return self.step.trial_loss(batch, self.micro_batch, number, graph=True), None
-        numbers = self.step.trial(batch, self.micro_batch, number)
-        return numbers["loss"], float(numbers["weight"]) * self.size if "weight" in numbers else None
+        number = self.number if number is None else number
+        loss, numbers = self.step.training_step(batch, replace(self.micro_batch, piece=number))
+        weight = float(numbers["weight"]) * self.size if "weight" in numbers else None
+        return (loss if graph else numbers["loss"]), weight
 
     @contextmanager
     def on_other_rank(self) -> Iterator[None]:

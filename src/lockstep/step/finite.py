@@ -272,7 +272,7 @@ def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool)
             batch = step.prepared(micro_batch)
             for row, sample in enumerate(micro_batch.ids):
                 one = repeated(batch, micro_batch.size, range(row, row + 1), 1 if usable else 2)
-                if not bool(step.trial_loss(one, micro_batch).isfinite()):
+                if not bool(step.training_step(one, micro_batch)[0].isfinite()):
                     wrong.append(int(sample))
     except Exception as error:  # a module may need larger batches
         LOG.debug("the sample whose loss is not finite is unknown: %s", error)

@@ -5,8 +5,7 @@ size: the mean loss of each micro-batch is weighted by its samples, divided by t
 returns weights, each loss is weighted by its weight, divided by their sum, which is known after the last pass.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,41 +19,10 @@ from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.network_parts import segment_ids
 from lockstep.step.strategy import PieceStrategy
 
-Gradients = list[Tensor | None]  # one for each trained parameter; None: the parameter has no gradient
-# the gradients; with exact=true also the largest element of each group of tensors that share a grid (exact_sum.py)
-Result = tuple[Gradients, list[float]]
-
 
 def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-@dataclass(eq=False)
-class StartedSum:
-    """A sum over all processes that may still be running.
-
-    Attributes:
-        parameters: the parameters that are trained in this step.
-        wait: waits for the sum and returns it. Use `result` instead, which calls it once.
-    """
-
-    parameters: list[torch.nn.Parameter]
-    wait: Callable[[], Result]
-    _result: Result | None = None
-
-    @property
-    def result(self) -> Result:
-        """Wait for the sum. Every process must read the results of its sums in the same order.
-
-        Returns:
-            For each of the `parameters` its gradient, or None if no process has one. With exact=true also the largest
-            element of each group, from which the next sums' grids are chosen; else an empty list.
-        """
-        # no cached_property: that of Python 3.11 has one lock for all objects, and ranks may be threads of a process
-        if self._result is None:
-            self._result = self.wait()
-        return self._result
 
 
 class GradientSum:
@@ -95,7 +63,7 @@ class GradientSum:
         return micro_batch.size / step_batch.samples * self.world_size
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients `start` sums."""
+        """Return the parameters whose gradients `reduce` sums."""
         return trained_parameters(self.strategy.lightning_module)
 
     def collect(self) -> None:
@@ -107,52 +75,20 @@ class GradientSum:
         If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
         an optimizer would apply weight decay.
         """
-        if not self._reducer_sends and self.world_size > 1:
-            self.apply(self.start(step_batch))
-        else:
-            self._rescale(step_batch)
+        parameters = self.parameters()
+        if (scale := self.scale(step_batch)) != 1:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        if self._reducer_sends or self.world_size == 1 or not parameters:
+            return
+        flat = flattened(parameters)
+        dist.all_reduce(flat)
+        for parameter, gradient in zip(parameters, unflattened(parameters, flat, self.world_size), strict=True):
+            parameter.grad = gradient
 
     def scale(self, step_batch: StepBatch) -> float:
         """Return the factor by which the sum of weighted losses becomes their mean; 1 without weights."""
         samples = step_batch.samples if self.world_size > 1 else step_batch.num_local_samples
         return samples / step_batch.weight if step_batch.weight else 1.0
-
-    def _rescale(self, step_batch: StepBatch) -> None:
-        """Multiply the gradients by `scale`."""
-        if (scale := self.scale(step_batch)) != 1:
-            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], scale)
-
-    def start(self, step_batch: StepBatch) -> StartedSum:
-        """Move this process's gradients out of the parameters and start their sum over all processes."""
-        self._rescale(step_batch)
-        parameters = self.parameters()
-        local_gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        if self.world_size == 1:
-            return StartedSum(parameters, lambda: (local_gradients, []))
-        pairs = zip(parameters, local_gradients, strict=True)
-        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in pairs]
-        # 1 or 0 for each parameter; the sum over all ranks is the number of ranks that have a gradient for it
-        has_gradient = gradients[0].new_tensor([gradient is not None for gradient in local_gradients])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient])
-        work = dist.all_reduce(flat, async_op=True)
-
-        def wait() -> Result:
-            work.wait()
-            *parts, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
-            sums: Gradients = []
-            for parameter, part, num_ranks in zip(parameters, parts, counts.tolist(), strict=True):
-                part /= self.world_size  # as DDP does; `weight` includes this factor
-                sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if num_ranks else None)
-            return sums, []
-
-        return StartedSum(parameters, wait)
-
-    def apply(self, started: StartedSum) -> None:
-        """Wait for a sum and set the parameters' gradients to it."""
-        for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
-            parameter.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later gradients depend, as plain data. Every process calls this."""
@@ -231,28 +167,24 @@ class ExactGradientSum(GradientSum):
         self._reset()
 
     def reduce(self, step_batch: StepBatch) -> None:
-        """Sum over all processes and set the parameters' gradients."""
-        self.apply(self.start(step_batch))
+        """Sum over all processes, set the parameters' gradients, and choose the grids of later sums."""
+        units = self.sum.pack(alone=self.world_size == 1)
+        if self.world_size > 1:
+            dist.all_reduce(units)
+        reduce = all_reduce if self.world_size > 1 else reduce_alone
+        gradients, maxima = self.sum.unpack(reduce, self.divisor(step_batch))
+        self.sum.update_grids(maxima)
+        triples = zip(self.trained.values(), gradients, self.sum.present, strict=True)
+        for parameter, gradient, present in triples:
+            self.set_gradient(parameter, gradient if present else None)
 
-    def start(self, step_batch: StepBatch) -> StartedSum:
-        """Start the sum of this step's collected gradients over all processes."""
-        exact_sum, units = self.sum, self.sum.pack(alone=self.world_size == 1)
-        work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
+    def divisor(self, step_batch: StepBatch) -> float:
+        """Return the number by which the sum over samples is divided: of the samples, or the sum of their weights."""
+        return step_batch.samples if step_batch.weight is None else step_batch.weight or 1.0
 
-        def wait() -> Result:
-            if work is not None:
-                work.wait()
-            divisor = step_batch.samples if step_batch.weight is None else step_batch.weight or 1.0
-            sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, divisor)
-            return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
-
-        return StartedSum(list(self.trained.values()), wait)
-
-    def apply(self, started: StartedSum) -> None:
-        """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
-        if self.sum is not None:  # it has other groups if parameters were frozen or unfrozen since the sum was started
-            self.sum.update_grids(started.result[1])
-        super().apply(started)
+    def set_gradient(self, parameter: torch.nn.Parameter, gradient: Tensor | None) -> None:
+        """Set the gradient of a parameter to its sum; None: no process has one."""
+        parameter.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exponents from which the next sums' grids follow. Every process calls this."""
@@ -263,6 +195,23 @@ class ExactGradientSum(GradientSum):
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
         self.sum = None  # that of an earlier `fit` has other exponents
+
+
+def flattened(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """Return the gradients of parameters as one vector, behind them 1 or 0 for each: whether it has a gradient."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    has_gradient = gradients[0].new_tensor([p.grad is not None for p in parameters])
+    return torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient])
+
+
+def unflattened(parameters: Sequence[torch.nn.Parameter], flat: Tensor, world_size: int) -> list[Tensor | None]:
+    """Return the gradients of parameters from the sum of the results of `flattened` over all processes."""
+    sums: list[Tensor | None] = []
+    *parts, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, part, num_ranks in zip(parameters, parts, counts.tolist(), strict=True):
+        part /= world_size  # as DDP does; `weight` includes this factor
+        sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if num_ranks else None)
+    return sums
 
 
 def gradient_sum(

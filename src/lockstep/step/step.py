@@ -1,7 +1,7 @@
 """One optimizer step on this process: its micro-batches, each computed alone with the seed of its piece."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Step:
     def forward(self, index: int) -> None:
         """Run the forward pass of micro-batch `index`. Keep its graph until `backward`."""
         micro_batch = self.batch.micro_batches[index]
-        loss, outputs = self._training_step(self.prepared(micro_batch), micro_batch)
+        loss, outputs = self.training_step(self.prepared(micro_batch), micro_batch)
         self._pending[index] = loss, outputs.get("weight")
         self.record(outputs)
 
@@ -90,40 +90,15 @@ class Step:
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
         loss, weight = self._pending.pop(index)
-        self._differentiate(loss, self.batch.micro_batches[index], weight)
+        self.differentiate(loss, self.batch.micro_batches[index], weight)
 
-    def compute(self, micro_batch: MicroBatch) -> None:
-        """Run both passes of a piece of this step once more, whichever process computes it in the step.
-
-        Its loss and the other numbers of `training_step` are not recorded.
-        """
-        loss, outputs = self._training_step(self.prepared(micro_batch), micro_batch)
-        self._differentiate(loss, micro_batch, outputs.get("weight"))
-
-    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None, graph: bool = False) -> Tensor:
-        """Return the loss of a prepared batch; see `trial`.
-
-        Args:
-            batch: see `trial`.
-            micro_batch: see `trial`.
-            piece: see `trial`.
-            graph: whether the loss has its graph, for a backward pass.
-        """
-        if graph:
-            return self._training_step(batch, micro_batch)[0]
-        return self.trial(batch, micro_batch, piece)["loss"]
-
-    def trial(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Outputs:
-        """Return the numbers of a prepared batch of a micro-batch, without graphs. They are not recorded.
-
-        Args:
-            batch: the batch; it may have another size than the micro-batch.
-            micro_batch: its device computes the batch.
-            piece: the random numbers are those of the piece with this number; None: of the micro-batch's.
-        """
-        if piece is not None:
-            micro_batch = replace(micro_batch, piece=piece)
-        return self._training_step(batch, micro_batch)[1]
+    def any_micro_batch(self) -> MicroBatch:
+        """Return one of this process's micro-batches, or another process's if it has none."""
+        if self.batch.micro_batches:
+            return self.batch.micro_batches[-1]
+        sizes = self.data.order.piece_sizes(self.number - self.batch.epoch * self.data.order.steps_per_epoch)
+        piece = next(piece for piece, size in enumerate(sizes) if size)
+        return self.data.fetch_piece(self.batch, piece, self.trainer.global_rank)
 
     def put_together(self) -> Any:
         """Return this process's samples of the step as one batch, as `training_step` gets them, in their order.
@@ -141,10 +116,8 @@ class Step:
             if micro_batches:
                 parts = [self.prepared(each) for each in micro_batches]
             else:
-                index = self.number - self.batch.epoch * self.data.order.steps_per_epoch
-                piece = next(piece for piece, size in enumerate(self.data.order.piece_sizes(index)) if size)
-                first = self.data.fetch_piece(self.batch, piece, self.trainer.global_rank)
-                parts = [repeated(self.prepared(first), first.size, range(0))]
+                other = self.any_micro_batch()
+                parts = [repeated(self.prepared(other), other.size, range(0))]
             try:
                 batch = joined(parts, [each.size for each in micro_batches])
             except CannotJoin:
@@ -181,8 +154,16 @@ class Step:
             means["loss"] = (losses * shares).sum() / shares.sum().where(shares.sum() > 0, 1)
         return means
 
-    def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
-        """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
+    def training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
+        """Run `training_step` on a prepared batch, with the piece's seed. Nothing is recorded.
+
+        Args:
+            batch: the batch; it may have another size than the micro-batch.
+            micro_batch: its device computes the batch, with the random numbers of its piece.
+
+        Returns:
+            The loss, and all numbers without graphs.
+        """
         if batch is None:
             raise StepRefused(
                 "collate_fn returned None for a batch, which can't be left out of a step: leave samples out"
@@ -196,7 +177,7 @@ class Step:
             outputs["weight"] = outputs["weight"] / micro_batch.size
         return loss, outputs
 
-    def _differentiate(self, loss: Tensor, micro_batch: MicroBatch, loss_weight: Tensor | None) -> None:
+    def differentiate(self, loss: Tensor, micro_batch: MicroBatch, loss_weight: Tensor | None) -> None:
         """Weight a micro-batch's loss and run its backward pass.
 
         Args:

@@ -20,7 +20,7 @@ from lockstep.launch.environment import environment
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
-from lockstep.step.gradients import Gradients, trained_parameters
+from lockstep.step.gradients import trained_parameters
 from lockstep.step.outputs import Outputs
 from lockstep.step.passes import StepPasses
 from lockstep.step.step import Step
@@ -142,10 +142,12 @@ class Auditor:
         text += f"; the step was not applied, and checkpoints up to step {good_step} are good"
         raise WrongGradient(text, suspects=tuple(wrong), last_good_step=good_step)
 
-    def _compute_again(self, step: Step, piece: int, device: int) -> Gradients:
+    def _compute_again(self, step: Step, piece: int, device: int) -> list[Tensor | None]:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
         with restoring_module(step, self._start_buffers):
-            step.compute(step.data.fetch_piece(step.batch, piece, device))
+            micro_batch = step.data.fetch_piece(step.batch, piece, device)
+            loss, outputs = step.training_step(step.prepared(micro_batch), micro_batch)
+            step.differentiate(loss, micro_batch, outputs.get("weight"))
             return [parameter.grad for parameter in trained_parameters(step.module)]
 
     def _name(self, trainer: Any, device: int) -> str:
@@ -223,7 +225,7 @@ def _gather_flat(local_items: list[Any]) -> list[Any]:
     return [each for items in gather_objects(local_items) for each in items]
 
 
-def digests(gradients: Gradients) -> Digests:
+def digests(gradients: Sequence[Tensor | None]) -> Digests:
     """Return a 64-bit hash of each gradient's bits; empty bytes for None."""
 
     def digest(tensor: Tensor | None) -> bytes:

@@ -1,23 +1,50 @@
 """Apply the sums of gradients some steps late."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from lockstep.arithmetic.exact_sum import reduce_alone
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
 from lockstep.lightning.epochs import is_last_step
 from lockstep.step.batch import StepBatch
-from lockstep.step.gradients import Gradients, GradientSum, StartedSum
+from lockstep.step.gradients import GradientSum, all_reduce, flattened, trained_parameters, unflattened
 from lockstep.step.passes import StepPasses
 from lockstep.step.step import Step
 from lockstep.step.strategy import proxy
 from lockstep.text import plural
+
+Gradients = list[Tensor | None]  # one for each trained parameter; None: the parameter has no gradient
+
+
+@dataclass(eq=False)
+class StartedSum:
+    """A sum over all processes that may still be running.
+
+    Attributes:
+        parameters: the parameters that are trained in its step.
+        wait: waits for the sum and returns it: the gradients, and with exact=true the largest element of each group of
+            tensors that share a grid, from which the next sums' grids are chosen. Use `result`, which calls it once.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    wait: Callable[[], tuple[Gradients, list[float]]]
+    _result: tuple[Gradients, list[float]] | None = None
+
+    @property
+    def result(self) -> tuple[Gradients, list[float]]:
+        """Wait for the sum. Every process must read the results of its sums in the same order."""
+        # no cached_property: that of Python 3.11 has one lock for all objects, and ranks may be threads of a process
+        if self._result is None:
+            self._result = self.wait()
+        return self._result
 
 
 class LateSum(GradientSum):
@@ -46,12 +73,54 @@ class LateSum(GradientSum):
         self.strategy.use_reducer(False)  # it would end the sum in the last backward pass
 
     def start(self, step_batch: StepBatch) -> StartedSum:
-        exact_sum, started = self.sum, super().start(step_batch)
+        """Move this process's gradients out of the parameters and start their sum over all processes."""
+        if not self.exact:
+            return self._start_rounded(step_batch)
+        exact_sum, several, divisor = self.sum, self.world_size > 1, self.divisor(step_batch)  # type: ignore[attr-defined]
+        units = exact_sum.pack(alone=not several)
+        work = dist.all_reduce(units, async_op=True) if several else None
+
+        def wait() -> tuple[Gradients, list[float]]:
+            if work is not None:
+                work.wait()
+            sums, maxima = exact_sum.unpack(all_reduce if several else reduce_alone, divisor)
+            return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
+
+        started = StartedSum(list(self.trained.values()), wait)
         # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
         # applied, so wait for the result here.
-        if exact_sum is not None and None in exact_sum.grid_exponents:
+        if None in exact_sum.grid_exponents:
             exact_sum.update_grids(started.result[1])
         return started
+
+    def _start_rounded(self, step_batch: StepBatch) -> StartedSum:
+        """Start a sum up to rounding."""
+        parameters = trained_parameters(self.strategy.lightning_module)
+        if (scale := self.scale(step_batch)) != 1:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        if self.world_size == 1:
+            gradients: Gradients = [parameter.grad for parameter in parameters]
+            started = StartedSum(parameters, lambda: (gradients, []))
+        else:
+            flat = flattened(parameters)
+            work = dist.all_reduce(flat, async_op=True)
+
+            def wait() -> tuple[Gradients, list[float]]:
+                work.wait()
+                return unflattened(parameters, flat, self.world_size), []
+
+            started = StartedSum(parameters, wait)
+        for parameter in parameters:
+            parameter.grad = None
+        return started
+
+    def apply(self, started: StartedSum) -> None:
+        """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
+        gradients, maxima = started.result
+        if self.sum is not None:  # it has other groups if parameters were frozen or unfrozen since the sum was started
+            self.sum.update_grids(maxima)
+        for parameter, gradient in zip(started.parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sum, and the sums that are not applied yet."""

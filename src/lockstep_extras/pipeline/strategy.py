@@ -340,7 +340,7 @@ class StagedStep(Step):
             return
         micro_batch = self.batch.micro_batches[index]
         batch = self.prepared(micro_batch)
-        self._pending[index] = self._training_step(batch, micro_batch)[0], batch
+        self._pending[index] = self.training_step(batch, micro_batch)[0], batch
 
     def backward(self, index: int) -> None:
         if self.trainer.is_global_zero:
@@ -349,7 +349,7 @@ class StagedStep(Step):
         micro_batch = self.batch.micro_batches[index]
         sent, batch = self._pending.pop(index)
         with torch.no_grad():
-            self.record(self._training_step(batch, micro_batch)[1])
+            self.record(self.training_step(batch, micro_batch)[1])
         self.backward_pass(sent, micro_batch)  # it receives a gradient that is weighted already
 
     def record(self, outputs: Outputs) -> None:

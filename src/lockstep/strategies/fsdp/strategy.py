@@ -41,7 +41,6 @@ from lockstep.lightning.strategy import Schedule
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.outputs import outputs_of
 from lockstep.step.parameters import OTHER_BACKWARD, refuse_gradient_hooks
-from lockstep.step.step import Step
 from lockstep.step.strategy import T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.fsdp.checkpoints import CheckpointParts
@@ -681,7 +680,7 @@ class FullySharded(ProcessPerDevice):
         self.counts = False
         try:
             with without_traces(self.lightning_module, trainer), torch.enable_grad():
-                micro_batch = self._any_micro_batch(step)
+                micro_batch = step.any_micro_batch()
                 with self.micro_batch(micro_batch, 0):
                     loss, _ = outputs_of(step.forward_pass(step.prepared(micro_batch), micro_batch))
                 with self.backward_pass():
@@ -691,15 +690,6 @@ class FullySharded(ProcessPerDevice):
             self.counts = True
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-    def _any_micro_batch(self, step: Step) -> MicroBatch:
-        """Return a micro-batch of a step: one of this process if there is one."""
-        step_batch, order = step.batch, step.data.order
-        if step_batch.micro_batches:
-            return step_batch.micro_batches[-1]
-        sizes = order.piece_sizes(step_batch.step - step_batch.epoch * order.steps_per_epoch)
-        piece = next(piece for piece, size in enumerate(sizes) if size)
-        return step.data.fetch_piece(step_batch, piece, self.global_rank)
 
     # --- the optimizer ---
 

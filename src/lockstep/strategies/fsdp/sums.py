@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, _largest
 from lockstep.step.batch import StepBatch
-from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum, trained_parameters
+from lockstep.step.gradients import ExactGradientSum, GradientSum, trained_parameters
 from lockstep.strategies.fsdp.parameters import ShardedParameter
 from lockstep.strategies.fsdp.strategy import FullySharded
 
@@ -164,10 +164,6 @@ class ShardedGradientSum(GradientSum):
         """Return the parameters that each process has whole."""
         return [p for p in trained_parameters(self.strategy.lightning_module) if id(p) not in self.strategy.sharded]
 
-    def start(self, step_batch: StepBatch) -> StartedSum:
-        """Start the sum of the gradients of whole parameters."""
-        return super().start(step_batch) if self.parameters() else StartedSum([], lambda: ([], []))
-
     def reduce(self, step_batch: StepBatch) -> None:
         """Sum the gradients of whole parameters, and give the optimizer those of the parts."""
         super().reduce(step_batch)
@@ -221,13 +217,14 @@ class ShardedExactGradientSum(ExactGradientSum):
         self.sum.add(values, unchanged=True)
         self._reset()
 
-    def apply(self, started: StartedSum) -> None:
-        """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
-        gradients, maxima = started.result
-        self.sum.update_grids(maxima)
-        for parameter, gradient in zip(started.parameters, gradients, strict=True):
-            if (sharded := self.strategy.sharded.get(id(parameter))) is not None:
-                self.strategy.set_gradient(sharded, gradient)
-            else:
-                parameter.grad = gradient
+    def reduce(self, step_batch: StepBatch) -> None:
+        """Sum the gradients of whole parameters, and give the optimizer those of the parts."""
+        super().reduce(step_batch)
         self.strategy.give_gradients()
+
+    def set_gradient(self, parameter: torch.nn.Parameter, gradient: Tensor | None) -> None:
+        """Set the gradient of a parameter, or of this process's part of it, to its sum."""
+        if (sharded := self.strategy.sharded.get(id(parameter))) is not None:
+            self.strategy.set_gradient(sharded, gradient)
+        else:
+            parameter.grad = gradient
