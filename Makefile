@@ -43,7 +43,7 @@ sweep: setup ## train several runs: make sweep ARGS="strategy=dp,ddp devices=1,2
 	@$(BIN)/python src/train.py -m $(ARGS)
 
 dashboard: setup ## open TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
-	@$(BIN)/python -m lockstep dashboard outputs --host 127.0.0.1 $(ARGS)
+	@$(BIN)/python -m tensorboard.main --logdir outputs --host 127.0.0.1 $(ARGS)
 
 quick: setup ## run the tests that start no process, in a minute
 	@$(QUICK) $(ARGS)

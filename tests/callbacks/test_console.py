@@ -14,10 +14,10 @@ import forks
 import pytest
 import torch
 from conftest import torchrun_environments, wait_for
-from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Loader, Plain, board, loaders, scalars, step_of, trainer_with
+from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
-from lockstep.callbacks import Checkpoint, Console, Meter
+from lockstep.callbacks import Console, Meter
 from lockstep.errors import UserError
 from lockstep.vision.callbacks import Dashboard
 
@@ -194,17 +194,6 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
     options: dict[str, Any] = {"logger": board(tmp_path), "log_every_n_steps": 2, "epochs": 2}
     trainer_with(tmp_path, Meter(log_every=2), Dashboard(CONFIG, ""), **options).fit(Logging(), **loaders())
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 3, 5, 7, 9, 11]  # Lightning's
-
-
-def test_the_test_of_the_best_checkpoint_does_not_cut_the_curves(tmp_path: Path) -> None:
-    """Lightning restores callbacks for it, too."""
-    dashboard = Dashboard(CONFIG, "")
-    trainer = trainer_with(tmp_path, Meter(log_every=2), dashboard, Checkpoint(tmp_path), epochs=3)
-    trainer.fit(Plain(), **loaders())
-    drawn = {tag: list(points) for tag, points in dashboard._curves.items()}
-    trainer.test(Plain(), dataloaders=Loader(), ckpt_path=str(tmp_path / "checkpoints" / "best.ckpt"))
-    assert {tag: dashboard._curves[tag] for tag in drawn} == drawn
-    assert drawn["val/acc"][-1][0] == 3 * STEPS
 
 
 def test_the_dashboard_needs_a_meter(tmp_path: Path) -> None:

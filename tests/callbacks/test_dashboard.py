@@ -1,7 +1,6 @@
 """What TensorBoard gets to show, read back from the event files of whole runs."""
 
 import itertools
-import json
 import math
 import re
 from pathlib import Path
@@ -13,23 +12,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Program, Run, checkpoint_of
+from conftest import TINY, Program, Run
 from event_files import Board
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from omegaconf import OmegaConf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util import tensor_util
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams as torch_hparams
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import Spec, StepData
 from lockstep.data.build import open_data
-from lockstep.programs import dashboard
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 from lockstep.vision.callbacks import Pictures
 from lockstep.vision.callbacks.pictures import Confusion, Mistakes
@@ -83,7 +78,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_model_with_a_custom_metric(tmp_path: Path) -> None:
-    """Regression has no accuracy: the first page, the charts and the columns show the metric that it names."""
+    """Regression has no accuracy: the first page and the charts show the metric that it names."""
     model = ("model=regression", "model.arch=squeezenet1_0", "data.task=regression", "data.num_classes=1")
     run = Program(tmp_path / "outputs")(*TINY, *model, "data.image_size=32", "max_steps=2")
     board = Board(next((run.folder / "tensorboard").iterdir()))
@@ -91,12 +86,6 @@ def test_a_model_with_a_custom_metric(tmp_path: Path) -> None:
     layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
     titles = [chart.title for category in layout.category for chart in category.chart]
     assert titles[:4] == ["training loss", "validation loss", "training mae", "validation mae"]
-    (tmp_path / "links").mkdir()
-    dashboard.Links(run.outputs, tmp_path / "links").update()
-    (shown,) = (tmp_path / "links").iterdir()
-    summary = EventAccumulator(str(shown)).Reload().summary_metadata[hparams.EXPERIMENT_TAG]
-    columns = hparams.parse_experiment_plugin_data(summary.plugin_data.content)
-    assert [info.name.tag for info in columns.metric_infos][:2] == ["val/mae", "test/mae"]
 
 
 @pytest.mark.usefixtures("processes")
@@ -117,23 +106,15 @@ def test_the_run_as_text(board: Board) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:
+def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
     logged = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
     assert logged.hparams["lr"].number_value == 0.02
     assert logged.hparams["strategy.name"].string_value == "ddp"
     assert not logged.hparams["exact"].bool_value
     assert not [name for name in logged.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
-    assert hparams.EXPERIMENT_TAG not in content, "a run does not know what differs from others"
-    dashboard.Links(ddp.outputs, tmp_path).update()
-    (shown,) = tmp_path.iterdir()
-    summary = EventAccumulator(str(shown)).Reload().summary_metadata[hparams.EXPERIMENT_TAG]
-    columns = hparams.parse_experiment_plugin_data(summary.plugin_data.content)
-    assert [info.name for info in columns.hparam_infos] == list(dashboard.FEW), "one run: the few that matter"
-    assert set(dashboard.FEW) <= set(logged.hparams)
-    metrics = {info.name.tag for info in columns.metric_infos}
-    assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
-    for name in metrics - {"workers/samples_per_second"}:
+    assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
+    for name in ("val/acc", "val/loss", "test/acc", "test/loss"):
         assert board.curve(name)[-1] == (18, float(np.float32(ddp.summary["metrics"][name])))
     assert len({path.parent for path in ddp.folder.rglob("*tfevents*")}) == 1, "one run, one entry"
 
@@ -146,83 +127,6 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
     assert board.image("wrong/test_confusion").std() > 10, "not a blank page"
     for name in range(3):
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
-
-
-@pytest.mark.usefixtures("processes")
-def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
-    assert [event.step for event in board.events.Images("view/run")] == [12, 18], "the end of both lives"
-    state = checkpoint_of(ddp.folder)["callbacks"]
-    (curves,) = (record["curves"] for name, record in state.items() if name.startswith("Dashboard"))
-    assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
-        tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
-    }
-    drawn = board.image("view/run")
-    assert drawn.shape == (220, 340, 3)
-    colours = {tuple(pixel) for pixel in drawn.reshape(-1, 3).tolist()}
-    assert {(31, 119, 180), (255, 127, 14)} <= colours, "train and val in two colours"
-    assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
-
-
-@pytest.mark.usefixtures("processes")
-def test_each_run_is_called_by_its_overrides(ddp: Run, tmp_path: Path) -> None:
-    links = dashboard.Links(ddp.outputs, tmp_path)
-    for _ in range(2):  # what is there stays
-        links.update()
-    (entry,) = tmp_path.iterdir()
-    title, _, name = entry.name.partition(" - ")
-    assert title.startswith("data=synthetic data.samples=200 data.image_size=12 data.num_classes=3 batch_size=32 strat")
-    assert not re.search("threads|outputs|callbacks", title)
-    assert name == "mnist_cnn_synthetic"
-    files = {path.resolve() for path in entry.iterdir() if path.is_symlink()}
-    assert files == set(next((ddp.folder / "tensorboard").iterdir()).glob("*tfevents*"))
-
-
-def test_runs_have_short_names_and_columns_of_what_differs(tmp_path: Path) -> None:
-    """Jobs of a sweep; two runs that are called the same; one that comes later. The names are those of folders."""
-
-    def run(place: str, title: str, **hyper_parameters: Any) -> None:
-        writer: Any = SummaryWriter(str(tmp_path / "outputs" / place / "tensorboard" / title))
-        writer.add_scalar("val/acc", 0.5, 1)
-        for summary in torch_hparams(hyper_parameters, {})[1:]:
-            writer.file_writer.add_summary(summary)
-        writer.close()
-        (tmp_path / "outputs" / place / "loggers.json").write_text(json.dumps({"title": title}))
-
-    def named(number: int) -> str:
-        return f"2026-11-24_11-19-34-82468{number}"
-
-    same: dict[str, Any] = {"seed": 0, "data.name": "digits"}
-    ddp, dp = {"strategy.name": "ddp", "strategy.compression": "none"}, {"strategy.name": "dp"}
-    run(f"lrs/sweeps/{named(1)}/0", "lr=0.1 exact=true", lr=0.1, exact=True, **same, **ddp)
-    run(f"lrs/sweeps/{named(1)}/1", "lr=0.2 exact=true", lr=0.2, exact=True, **same, **dp)
-    run(f"cnn/{named(2)}", "defaults", lr=0.2, exact=True, **same, **dp, extra="only here")
-    links = dashboard.Links(tmp_path / "outputs", tmp_path / "shown")
-    (tmp_path / "shown").mkdir()
-    links.update()
-    run(f"cnn/{named(3)}", "defaults", lr=0.2, exact=False, **same)
-    run(f"cnn/{named(4)}", "defaults", lr=0.2, exact=False, **same)
-    links.update()
-    names = sorted(path.name for path in (tmp_path / "shown").iterdir())
-    assert names == [
-        *("defaults - cnn", "defaults - cnn 2026-11-24_11-19", "defaults - cnn 2026-11-24_11-19-34"),
-        *("lr=0.1 exact=true - lrs 0", "lr=0.2 exact=true - lrs 1"),
-    ]
-    (written,) = (tmp_path / "shown").glob("*/*.columns")
-    content = EventAccumulator(str(written)).Reload().summary_metadata[hparams.EXPERIMENT_TAG].plugin_data.content
-    infos = hparams.parse_experiment_plugin_data(content).hparam_infos
-    assert [info.name for info in infos] == ["lr", "strategy.name", "extra"], "dp has no compression"
-    assert all(info.differs for info in infos), "TensorBoard ticks them"
-
-
-def test_what_differs_is_ticked_by_importance() -> None:
-    """TensorBoard ticks five keys: those that are marked, by alphabet."""
-    one: dict[str, Any] = dict.fromkeys(("accumulate_grad_batches", "checkpoint_every", "data.augment.crop"), 1)
-    one |= {"lr": 0.1, "model.name": "a", "devices": 1, "model.dropout": 0.1, "z": 1, "same": 1}
-    other = {key: value if key == "same" else f"other {value}" for key, value in one.items()}
-    actual = dashboard.columns([one, other], "z=1 model.dropout=0.2 - cnn")
-    assert actual[:5] == ["lr", "model.name", "devices", "model.dropout", "z"]
-    assert sorted(actual) == sorted(set(one) - {"same"})
-    assert dashboard.columns([{"lr": 0.1, "batch_size": 8}]) == ["batch_size", "lr"]
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------

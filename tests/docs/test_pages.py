@@ -37,7 +37,10 @@ FOLLOWED_BY = {
 }
 # A pattern of commands, and why they are not run here.
 NOT_RUN = (
-    (r"make (setup|train|docs|docs-serve|dashboard|schema|lock)", "builds the environment, or serves until it ends"),
+    (
+        r"make (setup|train|docs|docs-serve|dashboard|schema|lock)|tensorboard ",
+        "builds the environment, or serves until it ends",
+    ),
     (r"make (project|test)$|make project ", "tests/programs/test_new.py makes one, and runs its tests"),
     (r"make lint|python -m build", "CI runs these, the night, or a release"),
     (r"pip install", "changes the environment"),
@@ -46,7 +49,7 @@ NOT_RUN = (
     (r".*hydra/launcher=submitit", "needs a cluster: tests/engines/test_submitit.py runs it"),
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/", "measures for minutes or hours: tests/lab/ run it"),
-    (r"lockstep (parity|search|fit-memory|dashboard|proof)", "makes many runs: tests/programs/ run it"),
+    (r"lockstep (parity|search|fit-memory|proof)", "makes many runs: tests/programs/ run it"),
     (r"(lockstep (export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|lockstep compare .* --by", "60 runs"),
     (r"lockstep compare .* --why", "tests/programs/test_compare_why.py runs it"),

@@ -14,7 +14,7 @@ from conftest import ROOT, python
 OTHERS = (
     *("src/train.py --cfg job", "src/evaluate.py --help", "src/predict.py --help"),
     *("lockstep new --help", "lockstep --help"),
-    *(f"lockstep {name} --help" for name in ("export", "parity", "dashboard", "fit-memory", "schema", "search")),
+    *(f"lockstep {name} --help" for name in ("export", "parity", "fit-memory", "schema", "search")),
 )
 CLOSED = (">&-", "2>&-", "<&-", "<&- >&- 2>&-", "1>/dev/full 2>/dev/full", "-u >&- 2>&-")
 STREAMS = """

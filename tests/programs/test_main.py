@@ -28,9 +28,7 @@ def test_each_module_is_a_command_with_one_line() -> None:
     """A module's docstring begins with that line, and shows how the command is called."""
     files = {path.stem for path in ROOT.glob("src/lockstep*/programs/*.py")} - {"__init__", "main"}
     assert {module.rpartition(".")[2] for module in main.commands().values()} == files
-    assert {"compare", "dashboard", "export", "fit-memory", "parity", "proof", "schema", "search"} <= set(
-        main.commands()
-    )
+    assert {"compare", "export", "fit-memory", "parity", "proof", "schema", "search"} <= set(main.commands())
     lines = dict(re.findall(r"^  ([a-z-]+) +(\S.*\S)$", main.help_text(), re.MULTILINE))
     assert lines.keys() == main.commands().keys()
     for name, module in main.commands().items():
@@ -108,8 +106,8 @@ def test_the_list_needs_neither_torch_nor_hydra() -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_python_runs_the_command_without_its_script() -> None:
-    done = python("import runpy; runpy.run_module('lockstep', run_name='__main__')", "dashbord")
-    assert (done.returncode, done.stderr) == (2, "error: lockstep dashbord: no such command: did you mean dashboard?\n")
+    done = python("import runpy; runpy.run_module('lockstep', run_name='__main__')", "shema")
+    assert (done.returncode, done.stderr) == (2, "error: lockstep shema: no such command: did you mean schema?\n")
 
 
 def test_the_installed_command_is_this_one() -> None:

@@ -21,7 +21,6 @@ from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs, machine
-from lockstep.programs import dashboard
 from lockstep.report import report_lines
 from lockstep.report.report_lines import (
     WIDTH,
@@ -57,7 +56,7 @@ def test_a_run_reports_what_it_is_and_what_it_leaves(run_train: Program) -> None
     assert output[-4:] == [
         f"completed: {folder}",
         f"best.ckpt: largest val/acc {metrics['val/acc']:.4f} at step {step}",
-        f"  to look at the curves: lockstep dashboard {run.outputs}",
+        f"  to look at the curves: tensorboard --logdir {run.outputs}",
         f"to predict: python src/predict.py checkpoint={folder} images=<folder>",
     ]
     log = (folder / "train.log").read_text()
@@ -225,8 +224,3 @@ def test_chance_has_a_margin_around_a_guess_among_all_classes() -> None:
     few = made([label for label in range(10) for _ in range(20)], tuple("abcdefghij"))
     assert chance_level_line({"test/acc": 31 / 200}, few, "lr 0.1") is None
     assert chance_level_line({"test/acc": 0.0}, few, "lr 0.1") is not None
-
-
-def test_the_dashboard_passes_on_all_but_tensorflows_absence(capsys: pytest.CaptureFixture[str]) -> None:
-    dashboard.print_messages(["TensorFlow installation not found - x\n", "TensorBoard 2 at y\n"])
-    assert capsys.readouterr().err == "TensorBoard 2 at y\n"

@@ -204,8 +204,7 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
         return []
     run, outputs = short_path(folder), short_path(config.outputs)
     best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
-    dashboard = "lockstep dashboard" + f" {outputs}" * (outputs != "outputs")
-    curves = f"to look at the curves: {dashboard}" * (folder / "tensorboard").is_dir()
+    curves = f"to look at the curves: tensorboard --logdir {outputs}" * (folder / "tensorboard").is_dir()
     predict = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
     return list(filter(None, [f"completed: {run}", *wrap_parts(best, curves), predict]))
 

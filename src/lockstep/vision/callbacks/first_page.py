@@ -1,10 +1,10 @@
 """Fill TensorBoard's first page.
 
-It has the validation of all runs, a page of the most important curves, a picture of each run, texts, and HParams.
+It has the validation of all runs, a page of the most important curves, texts, and HParams.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,8 +15,6 @@ from torch.utils.tensorboard.summary import hparams
 from lockstep.report.loggers import hyper_parameters
 
 FIRST = "headline/"  # TensorBoard sorts the groups of tags by name, and opens the first two
-PICTURE = "view/run"  # sorted below the curves that compare runs
-HEIGHT = 2.2  # inches
 COUNTS = ("/correct", "/count")
 
 FORKED = "(_step|_epoch)?"  # Lightning's suffix for a name that is logged at steps and at epoch ends
@@ -67,42 +65,6 @@ def charts(metric: str) -> dict[str, list[str]]:
     return LOSSES | of_metric | OTHERS
 
 
-def figure(height: float, title: str) -> Any:
-    """Return a matplotlib figure 340 pixels wide, the size at which TensorBoard shows pictures.
-
-    TensorBoard would shrink larger ones, and their letters could not be read.
-
-    Args:
-        height: inches of 100 pixels.
-    """
-    from matplotlib.figure import Figure  # pyplot's may open a window
-
-    made = Figure((3.4, height), dpi=100, layout="constrained")
-    made.suptitle(title, fontsize=9)
-    return made
-
-
-def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str, metric: str = "acc") -> Any:
-    """Return a figure of the loss and a metric in training and validation.
-
-    Args:
-        curves: points (step, value) by tag.
-        title: the text above it.
-        metric: name of the metric, without `val/`.
-    """
-    made = figure(HEIGHT, title)
-    for axes, name in zip(made.subplots(1, 2), ("loss", metric), strict=True):
-        for split, style in (("train", "C0-"), ("val", "C1o-")):
-            if points := curves.get(f"{split}/{name}"):
-                axes.plot(*zip(*points, strict=True), style, label=split, linewidth=1.2, markersize=2.5)
-                axes.legend(fontsize=8, frameon=False)
-        axes.set_title(name, fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.locator_params(axis="x", nbins=3)
-        axes.grid(alpha=0.3)
-    return made
-
-
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:
     """Return the Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
@@ -115,8 +77,8 @@ def write(writer: Any, step: int, config: Mapping[str, Any], headline: str, metr
     writer.add_text("about", f"```\n{headline}\n```", step)
     text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
     writer.add_text("config", f"```yaml\n{text}```", step)
-    # No columns here: `lockstep dashboard` chooses the hyper-parameters that differ between runs. The logger's own
-    # log_hyperparams would add the metrics as curves of one point.
+    # Without its columns, which TensorBoard finds by itself. The logger's own log_hyperparams would add the metrics as
+    # curves of one point.
     _, *session = hparams(dict(hyper_parameters(config)), {})
     for summary in session:
         writer.file_writer.add_summary(summary)

@@ -17,13 +17,14 @@ from lockstep.data.splits import Spec
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.epochs import is_last_step
 from lockstep.step.timing import exclude_from_timing
-from lockstep.vision.callbacks.first_page import HEIGHT, boards, figure
+from lockstep.vision.callbacks.first_page import boards
 
 MOST_CLASSES = 100  # most classes for a confusion matrix and for curves of each class
 MOST_NUMBERS = 25  # most classes for numbers in the cells of a confusion matrix
 MISTAKES = 10  # number of shown mistakes, those with the largest loss
 COLUMNS = 5  # mistakes in a row
 NAME_LENGTH = 7  # shown characters of a class's name
+HEIGHT = 2.2  # inches
 
 
 class Pictures(Callback):
@@ -123,6 +124,21 @@ class Pictures(Callback):
     on_validation_batch_end = on_test_batch_end = _count
     on_validation_end = on_test_end = _finish
     on_exception = _remove_hook
+
+
+def figure(height: float, title: str) -> Any:
+    """Return a matplotlib figure 340 pixels wide, the size at which TensorBoard shows pictures.
+
+    TensorBoard would shrink larger ones, and their letters could not be read.
+
+    Args:
+        height: inches of 100 pixels.
+    """
+    from matplotlib.figure import Figure  # pyplot's may open a window
+
+    made = Figure((3.4, height), dpi=100, layout="constrained")
+    made.suptitle(title, fontsize=9)
+    return made
 
 
 def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
