@@ -3,11 +3,10 @@
     lockstep schema
 
 conf/schema/ has one schema for the front page (train.yaml), experiment/ and debug/, and one for each other group. Types
-are those of src/lockstep/config/schema.py, descriptions are the comments of the yaml files. The program also writes
-into each yaml file the line that names its schema. Run the program again after a change of keys or comments.
+are those of src/lockstep/config/schema.py, descriptions are the comments of base.yaml. The program also writes into
+each yaml file the line that names its schema. Run it again with a newer Lockstep.
 """
 
-import copy
 import json
 import os
 from collections.abc import Mapping
@@ -30,42 +29,21 @@ INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${mod
 
 def schemas() -> dict[str, Any]:
     """Return all schemas by the names of their files."""
-    comments = _comments({"train.yaml": pages.BASE.read_text()})["properties"]
-    schemas_by_key = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
-    schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
-    group_schemas = {}
-    for group, files in _groups().items():
-        if group in LIKE_THE_FRONT_PAGE:
-            continue
-        texts = {f"{group}={file.stem}": file.read_text() for file in files}
-        if group == "data/transforms":
-            schema = _for_editors(TypeAdapter(Transforms).json_schema())
-        else:
-            schema = schemas_by_key[group]
-        content = _group_schema(schema, comments.get(group, {}), texts)
-        group_schemas[_file_name(group)] = _schema_file(f"Keys of conf/{group}/*.yaml", content)
-    properties: dict[str, Any] = {}
-    for key, schema in schemas_by_key.items():
-        if _file_name(key) in group_schemas:
-            properties[key] = {"anyOf": [{"$ref": _file_name(key)}, {"type": "null"}]}
-        else:
-            properties[key] = _with_descriptions(schema, comments.get(key, {}))
-    defaults = {"description": "the file of each group; in experiments `override /<group>: <name>`", "type": "array"}
-    properties |= {"defaults": defaults, "hydra": {"type": "object"}}
+    of_keys = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
+    of_keys["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
+    of_groups = of_keys | {"data/transforms": _for_editors(TypeAdapter(Transforms).json_schema())}
+    found = {path.parent.relative_to(conf).as_posix() for conf in pages.folders() for path in described_files(conf)}
+    groups = sorted(found.intersection(of_groups).difference(LIKE_THE_FRONT_PAGE))
+    files = {
+        _file_name(group): _schema_file(f"Keys of conf/{group}/*.yaml", _of_page(of_groups[group])) for group in groups
+    }
+    comments = {key: comment for key, _, comment in rows(pages.BASE.read_text()) if comment}
+    properties: dict[str, Any] = {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
+    for key, schema in of_keys.items():
+        of_file = {"anyOf": [{"$ref": _file_name(key)}, {"type": "null"}]}
+        properties[key] = _described(of_file if key in groups else schema, key, comments)
     content = {"type": "object", "additionalProperties": False, "properties": properties}
-    title = "Keys of conf/train.yaml, conf/experiment/ and conf/debug/"
-    return {"train.json": _schema_file(title, content), **group_schemas}
-
-
-def _groups() -> dict[str, list[Path]]:
-    """Return the pages of each group: the project's, and those that it inherits."""
-    files: dict[str, dict[str, Path]] = {}
-    for folder in reversed(pages.folders()):
-        for file in folder.rglob("*/*.yaml"):
-            group = file.parent.relative_to(folder).as_posix()
-            if group.partition("/")[0] not in WITHOUT:
-                files.setdefault(group, {})[file.name] = file
-    return {group: [files[group][name] for name in sorted(files[group])] for group in sorted(files)}
+    return {"train.json": _schema_file("Keys of conf/train.yaml, conf/experiment/ and conf/debug/", content), **files}
 
 
 def _schema_file(title: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,63 +55,23 @@ def _file_name(group: str) -> str:
     return f"{group.replace('/', '_')}.json"
 
 
-def _group_schema(
-    schema: dict[str, Any], front_page_comments: Mapping[str, Any], texts: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the schema of a group's yaml files: `schema` with their comments as descriptions.
-
-    Args:
-        schema: the JSON schema of the group's key.
-        front_page_comments: the comments of the group's key in train.yaml.
-        texts: the texts of the group's yaml files, by name.
-    """
-    comments = _comments(texts)
-    comments["properties"] = front_page_comments.get("properties", {}) | comments["properties"]
-    without_description = {word: rule for word, rule in _object_schema(schema).items() if word != "description"}
-    described = _with_descriptions(without_description, comments)
-    common_keys: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
-    return described | {"type": "object", "properties": common_keys | described.get("properties", {})}
+def _of_page(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a group's pages, which may have keys for Hydra, from that of the group's key."""
+    mapping = _mapping(schema)
+    hydras: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
+    return mapping | {"type": "object", "properties": hydras | mapping.get("properties", {})}
 
 
-def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def _mapping(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the alternative of a schema that describes a mapping; the schema itself if it has none."""
     return next((option for option in schema.get("anyOf", ()) if option.get("type") == "object"), schema)
 
 
-def _comments(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the comments of the keys of yaml files, as a nested `{description, properties}`.
-
-    If a key's comments differ between files, each is preceded by the names of the files that have it.
-    """
-    files_by_comment: dict[str, dict[str, list[str]]] = {}  # key -> comment -> names of files
-    for name, text in texts.items():
-        for key, _, comment in rows(text):
-            files = files_by_comment.setdefault(key, {})
-            if comment:
-                files.setdefault(comment, []).append(name)
-    root: dict[str, Any] = {"properties": {}}
-    for key, files in files_by_comment.items():
-        node = root
-        for part in key.split("."):
-            node = node.setdefault("properties", {}).setdefault(part, {})
-        if len(files) == 1:
-            (node["description"],) = files
-        elif files:
-            node["description"] = "; ".join(f"{', '.join(names)}: {comment}" for comment, names in files.items())
-    return root
-
-
-def _with_descriptions(schema: dict[str, Any], comments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a key with the comments of this key, and of the keys in it, as descriptions."""
-    schema = copy.deepcopy(schema)
-    if "description" in comments:
-        schema = {"description": comments["description"]} | schema
-    if key_comments := comments.get("properties"):
-        mapping = _object_schema(schema)
-        properties = mapping.get("properties", {})
-        described = {key: _with_descriptions(properties.get(key, {}), key_comments[key]) for key in key_comments}
-        mapping["properties"] = properties | described
-    return schema
+def _described(schema: dict[str, Any], key: str, comments: Mapping[str, str]) -> dict[str, Any]:
+    """Return the schema of a key with its comment, and those of the keys in it, as descriptions."""
+    inner = _mapping(schema).get("properties", {})
+    inner.update({name: _described(inner[name], f"{key}.{name}", comments) for name in inner})
+    return {"description": comments[key], **schema} if key in comments else schema
 
 
 def _for_editors(root: dict[str, Any]) -> dict[str, Any]:
