@@ -280,14 +280,14 @@ def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Pa
         from onnx.reference import ReferenceEvaluator
 
         session = ReferenceEvaluator(str(run.jobs[1] / "model.onnx"))
-        assert (session.input_names, session.output_names) == (["images"], ["probabilities"])
+        assert (session.input_names, session.output_names) == (["images"], ["output"])
         (actual,) = session.run(None, {"images": images.numpy()})
         assert np.abs(actual - expected.numpy()).max() < 1e-5
         import onnx
 
         texts = {each.key: each.value for each in onnx.load(run.jobs[1] / "model.onnx").metadata_props}
         assert json.loads(texts["classes"]) == list(CLASSES)
-        assert (texts["activation"], json.loads(texts["image_size"])) == ("softmax", SIZE)
+        assert (texts["task"], json.loads(texts["image_size"])) == ("classification", SIZE)
     else:
         assert run.returncode == 1
         assert "job 1 failed: format=onnx needs " in run.stderr

@@ -3,21 +3,18 @@
     lockstep export checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
 
 The file includes normalisation. Its input is decoded images, uint8 [n, channels, size, size] for any n. Its output is
-float32, and what predict.py writes for the model: probabilities [n, classes] if its predict_step computes them,
-probabilities of each pixel's classes [n, classes, size, size] if it returns masks, else what it returns, or `forward`
-without a predict_step. In an ONNX file the input is named `images`, and the output `probabilities`, `values` (of a
-regression) or `output`; several outputs are named by the keys of a dict, the fields of a named tuple, or their places.
+what predict.py writes for the model: what its predict_step returns, or `forward` without one; floats are float32. In an
+ONNX file the input is named `images`, and a single output `output`; several are named by the keys of a dict, the fields
+of a named tuple, or their places.
 
 The program reads the file again and compares its output with what predict.py computes, on images of the data set if it
-is still there, and on random ones. The file's metadata describe it: class names, channels, image size, normalisation,
-activation. So does model.json beside it, which has the largest difference too.
+is still there, and on random ones. The file's metadata describe it: class names, channels, image size, normalisation.
+So does model.json beside it, which has the largest difference too.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -34,54 +31,39 @@ from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
 from lockstep.job.build import make_data
-from lockstep.job.prediction import as_splits, config_and_spec, load_module, prediction_step
+from lockstep.job.prediction import as_splits, config_and_spec, load_module
 from lockstep.launch import logs
 from lockstep.lightning.hooks import overrides_method
 from lockstep.programs.common.packages import check_packages
 from lockstep.step.batch import MicroBatch
+from lockstep.text import join_names
 
 TOLERANCE = 1e-5  # largest allowed difference: absolute for outputs up to 1, relative above
+MOST_OTHER = 1e-3  # the largest share of whole numbers that differ
 BATCH_SIZES = (1, 2, 7)  # batch sizes at which the outputs are compared
 SAMPLES = sum(BATCH_SIZES)
 DESCRIPTION = "model.json"  # the file beside the model, and the entry of a .pt2 file
-# What may be computed from the result of `forward`: the name is written to the file's metadata.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda output: output,
-    "softmax": partial(torch.softmax, dim=1),
-    "sigmoid": torch.sigmoid,
-}
 
 
 class Different(Exception):
     """The output of the file differs from that of the model."""
 
 
-@dataclass(frozen=True)
-class Output:
-    """What the file computes from normalised images.
-
-    Attributes:
-        network: maps normalised images to tensors: the module's `forward`, or its `predict_step`.
-        activation: the name of what is computed from them, of ACTIVATIONS.
-        names: the names of the tensors.
-        masks: whether predict.py writes the likeliest class of each place, and the file their probabilities.
-    """
-
-    network: nn.Module
-    activation: str
-    names: tuple[str, ...]
-    masks: bool = False
-
-
 class Predicting(nn.Module):
-    """A module's `predict_step` as a network."""
+    """What predict.py computes of normalised images, as a network: tensors by name, see `named_tensors`."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
         self.module = module
+        self.has_step = overrides_method(module, "predict_step", pl.LightningModule)
+        self.where = f"{type(module).__name__}.{'predict_step' if self.has_step else 'forward'}"
 
-    def forward(self, images: Tensor) -> Any:
-        return prediction_step(self.module)((images, torch.arange(images.shape[0])), 0)
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        if self.has_step:
+            returned = self.module.predict_step((images, torch.arange(images.shape[0])), 0)
+        else:
+            returned = self.module(images)
+        return named_tensors(returned, self.where)
 
 
 class Deployed(nn.Module):
@@ -90,19 +72,16 @@ class Deployed(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, output: Output, spec: Spec) -> None:
+    def __init__(self, module: pl.LightningModule, spec: Spec) -> None:
         super().__init__()
-        self.network, self.activation = output.network, ACTIVATIONS[output.activation]
+        self.predict = Predicting(module)
         mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
         self.register_buffer("scale", (1 / (255 * std)).float())
         self.register_buffer("shift", (-mean / std).float())
 
     def forward(self, images: Tensor) -> Any:
-        returned = self.network(images.float() * self.scale + self.shift)
-        tensors = tuple(
-            self.activation(each).float() if each.is_floating_point() else each
-            for each in named_tensors(returned).values()
-        )
+        predicted = self.predict(images.float() * self.scale + self.shift).values()
+        tensors = tuple(each.float() if each.is_floating_point() else each for each in predicted)
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -135,11 +114,11 @@ def export(raw: dict[str, Any], folder: Path) -> None:
             f"model._target_={config.model['_target_']}: its on_after_batch_transfer changes images in evaluation, "
             "and the file would not: move this into forward"
         )
-    output = output_of(module, spec, compared[0])
-    model = Deployed(output, spec).eval()
+    names = names_of(module, compared[0])
+    model = Deployed(module, spec).eval()
     example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
     path = folder / f"model.{'pt2' if file_format == 'torch' else 'onnx'}"
-    description = described(spec, output, example)
+    description = described(spec, names)
     try:
         exported = (write_torch if file_format == "torch" else write_onnx)(model, example, path, description)
     except Exception as error:  # torch raises many kinds
@@ -149,8 +128,8 @@ def export(raw: dict[str, Any], folder: Path) -> None:
             "with torch's operations only, without `if` and loops that depend on values or on the size of the batch"
         ) from error
     with torch.no_grad():
-        expected, pairs = expected_of(module, output), zip(images, compared, strict=True)
-        largest = max(largest_difference(expected, exported, each, x) for each, x in pairs)
+        pairs = zip(images, compared, strict=True)
+        largest = max(largest_difference(module, exported, each, x) for each, x in pairs)
     if not largest <= TOLERANCE:  # also if it is NaN
         path.unlink()
         raise Different(
@@ -158,12 +137,8 @@ def export(raw: dict[str, Any], folder: Path) -> None:
         )
     description |= {"difference": largest, "checkpoint": config.checkpoint}
     path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
-    shown = output.activation if output.activation != "none" else "as the module computes it"
-    print(f"output {', '.join(output.names)}: {shown}")
-    print(
-        f"{path}: agrees with the checkpoint to {largest:.1e} on batches of {', '.join(map(str, BATCH_SIZES))} "
-        f"{about_images}"
-    )
+    batches = f"batches of {', '.join(map(str, BATCH_SIZES))} {about_images}"
+    print(f"{path}: {join_names(names)} agrees with the checkpoint to {largest:.1e} on {batches}")
 
 
 # --- images to compare with ---
@@ -184,15 +159,9 @@ def real_images(config: Config, spec: Spec) -> tuple[Tensor | None, str]:
         return None, f"random images, since the data set can't be read ({reason})"
     if not isinstance(images, Tensor) or tuple(images.shape[1:]) != (spec.channels, spec.image_size, spec.image_size):
         return None, "random images, since those of the data set have another size"
-    if images.dtype == torch.uint8:
-        return images, "images of the data set and random ones"
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (spec.mean, spec.std))
-    levels = (images * std + mean) * 255
-    whole = levels.round().clamp(0, 255)
-    note = ""
-    if not torch.allclose(levels, whole, atol=0.01):
-        note = ", rounded to uint8: the data set's floats are not pixels, by its mean and std"
-    return whole.to(torch.uint8), f"images of the data set and random ones{note}"
+    if images.dtype != torch.uint8:
+        return None, "random images, since those of the data set are no pixels"
+    return images, "images of the data set and random ones"
 
 
 def random_images(spec: Spec) -> Tensor:
@@ -224,82 +193,28 @@ def changes_images(module: pl.LightningModule, images: Tensor) -> bool:
 # --- what the file computes ---
 
 
-def output_of(module: pl.LightningModule, spec: Spec, images: Tensor) -> Output:
-    """Find what the file must compute to give what predict.py writes.
-
-    It is the result of `forward`, with an activation if `predict_step` applies one. Where `predict_step` computes
-    something else, the file computes `predict_step`.
+def names_of(module: pl.LightningModule, images: Tensor) -> list[str]:
+    """Return the names of a module's predictions.
 
     Args:
         images: normalised images to try it on.
 
     Raises:
-        UserError: the results are no tensors, or differ from call to call.
+        UserError: the predictions are no tensors, or differ from call to call.
     """
-    name = type(module).__name__
-    has_step = overrides_method(module, "predict_step", pl.LightningModule)
-    method = f"{name}.{'predict_step' if has_step else 'forward'}"
-    if not has_step and not overrides_method(module, "forward", pl.LightningModule):
-        raise UserError(f"{name} has neither forward nor predict_step: define forward(images)")
-    predict = Predicting(module)
+    if not any(overrides_method(module, name, pl.LightningModule) for name in ("predict_step", "forward")):
+        raise UserError(f"{type(module).__name__} has neither forward nor predict_step: define forward(images)")
     with torch.no_grad():
-        predicted, again = (named_tensors(predict(images), method) for _ in range(2))
-        if any(not torch.equal(predicted[key], again[key]) for key in predicted):
-            raise UserError(
-                f"{method} draws random numbers in evaluation, so an exported file can't be compared with it: let it "
-                "draw only if self.training"
-            )
-        raw = predicted if not has_step else raw_output(module, images)
-    known = _named_output(module, spec, predicted, raw)
-    return known or Output(predict, "none", _names(predicted, spec, step=True))
+        predicted, again = (Predicting(module)(images) for _ in range(2))
+    if any(not torch.equal(predicted[key], again[key]) for key in predicted):
+        raise UserError(
+            f"{type(module).__name__} draws random numbers in evaluation, so an exported file can't be compared with "
+            "it: let it draw only if self.training"
+        )
+    return [*predicted]
 
 
-def _named_output(
-    module: nn.Module, spec: Spec, predicted: Mapping[str, Tensor], raw: Mapping[str, Tensor] | None
-) -> Output | None:
-    """Return the output of `forward` that gives what was predicted; None if no known activation gives it."""
-    if raw is None:
-        return None
-    if raw.keys() == predicted.keys() and all(close(raw[key], predicted[key]) for key in raw):
-        return Output(module, "none", _names(raw, spec))
-    if len(raw) > 1 or len(predicted) > 1:
-        return None
-    (before,), (after,) = raw.values(), predicted.values()
-    if before.ndim < 2 or before.shape[1] != spec.num_classes:
-        return None
-    for name in ("softmax", "sigmoid"):
-        if close(ACTIVATIONS[name](before), after):
-            return Output(module, name, ("probabilities",))
-    if close(before.argmax(1), after):
-        is_probability = bool((before >= 0).all()) and close(before.sum(1), torch.ones_like(before.sum(1)))
-        return Output(module, "none" if is_probability else "softmax", ("probabilities",), masks=True)
-    return None
-
-
-def _names(tensors: Mapping[str, Tensor], spec: Spec, step: bool = False) -> tuple[str, ...]:
-    """Return names for the outputs of a file, which applies no activation to them."""
-    if len(tensors) > 1 or "output" not in tensors:
-        return tuple(tensors)
-    (only,) = tensors.values()
-    if only.shape[1:] != (spec.num_classes,):
-        return ("output",)
-    if spec.task == "regression" and not step:
-        return ("values",)
-    sums_to_one = bool((only >= 0).all()) and close(only.sum(1), torch.ones_like(only.sum(1)))
-    return ("probabilities",) if sums_to_one and spec.task == "classification" else ("output",)
-
-
-def raw_output(module: pl.LightningModule, images: Tensor) -> dict[str, Tensor] | None:
-    """Return what `forward` returns, by name; None if the module has none that takes images."""
-    if not overrides_method(module, "forward", pl.LightningModule):
-        return None
-    try:
-        return named_tensors(module(images))
-    except Exception:  # predict_step calls it with something else, or not at all
-        return None
-
-
-def named_tensors(result: Any, where: str = "forward") -> dict[str, Tensor]:
+def named_tensors(result: Any, where: str) -> dict[str, Tensor]:
     """Return the tensors that a module returns, by name. None in a tuple or dict is left out.
 
     The name is `output` for a single tensor; else the keys of a dict, the fields of a named tuple, or `output_0`, ...
@@ -327,21 +242,20 @@ def named_tensors(result: Any, where: str = "forward") -> dict[str, Tensor]:
     return tensors
 
 
-def described(spec: Spec, output: Output, example: Tensor) -> dict[str, Any]:
-    """Return the description of a file, as plain data."""
+def described(spec: Spec, names: Sequence[str]) -> dict[str, Any]:
+    """Return the description of a file whose outputs have these names, as plain data."""
     mean, std = (list(values) * (spec.channels // len(values)) for values in (spec.mean, spec.std))
     return {
         "task": spec.task,
         "classes": list(spec.classes),
-        "input": ["n", *example.shape[1:]],
+        "input": ["n", spec.channels, spec.image_size, spec.image_size],
         "dtype": "uint8",
         "channels": spec.channels,
         "image_size": spec.image_size,
         "value_range": [0, 255],
         "mean": mean,  # of pixels / 255; the file normalises with it
         "std": std,
-        "outputs": list(output.names),
-        "activation": output.activation,
+        "outputs": list(names),
     }
 
 
@@ -394,41 +308,33 @@ def write_onnx(
     return lambda images: tuple(map(torch.from_numpy, map(np.asarray, session.run(None, {"images": images.numpy()}))))
 
 
-def expected_of(module: pl.LightningModule, output: Output) -> Callable[[Tensor], list[Tensor]]:
-    """Return the function of normalised images that gives what predict.py computes."""
-    if output.masks:  # they are the likeliest classes of what `forward` gives, as `output_of` has seen
-        return lambda images: [ACTIVATIONS[output.activation](module(images))]
-    predict = Predicting(module)
-    return lambda images: list(named_tensors(predict(images)).values())
-
-
-def close(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors have the same shape and, to rounding, the same values."""
-    return one.shape == other.shape and difference(one, other) <= TOLERANCE
-
-
 def difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape; it is relative for values above 1 in `one`."""
+    """Return the largest difference of two tensors of one shape; it is relative for values above 1 in `one`.
+
+    Of whole numbers, such as classes, few may differ: where two classes are equally likely, to rounding.
+    """
+    if not one.is_floating_point():
+        return 0.0 if int((one != other).sum()) <= MOST_OTHER * one.numel() else float("inf")
     one, other = one.double(), other.double()
     return float(((one - other).abs() / one.abs().clamp(min=1)).max()) if one.numel() else 0.0
 
 
 def largest_difference(
-    expected: Callable[[Tensor], list[Tensor]], exported: Callable[[Tensor], Any], images: Tensor, normalised: Tensor
+    module: pl.LightningModule, exported: Callable[[Tensor], Any], images: Tensor, normalised: Tensor
 ) -> float:
-    """Return the largest difference between the outputs of a file and the expected ones, for several batch sizes.
+    """Return the largest difference between the outputs of a file and a module's, for several batch sizes.
 
     Args:
-        expected: a function of normalised images.
+        module: the module.
         exported: the file, a function of uint8 images.
         images: SAMPLES images, uint8.
         normalised: the same images, normalised.
     """
-    differences = []
+    differences, predict = [], Predicting(module)
     for before, after in zip(images.split(BATCH_SIZES), normalised.split(BATCH_SIZES), strict=True):
         outputs = exported(before)
         outputs = outputs if isinstance(outputs, tuple | list) else [outputs]
-        for one, other in zip(expected(after), outputs, strict=True):
+        for one, other in zip(predict(after).values(), outputs, strict=True):
             same_shape = one.shape == other.shape
             differences.append(difference(one, other) if same_shape else float("inf"))
     return float(torch.tensor(differences).max())  # NaN if one is NaN
