@@ -30,58 +30,7 @@ from lockstep.project import LIBRARY, LIBRARY_PACKAGES
 DISTRIBUTION = "pytorch-lockstep"
 TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
 
-PYPROJECT = """[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "{name}"
-version = "0.1.0"
-requires-python = ">=3.11"
-dependencies = [
-{dependencies}]
-
-[project.optional-dependencies]
-dev = ["pytest"]
-
-[tool.setuptools.packages.find]
-where = ["src"]
-include = [{packages}]
-
-[tool.pytest.ini_options]
-testpaths = ["tests"]
-pythonpath = ["src"]
-"""
-MAKEFILE = """# All commands run in .venv, which `make setup` builds from pyproject.toml and requirements.lock.
-PYTHON ?= python3
-ARGS   ?=
-BIN    := .venv/bin
-STAMP  := .venv/.installed
-WHEELS := $(wildcard wheels)
-PIP    := $(BIN)/python -m pip install --quiet --constraint requirements.lock $(WHEELS:%=--find-links %)
-{required}
-.PHONY: setup train sweep dashboard test
-
-setup: $(STAMP)
-
-$(STAMP): pyproject.toml requirements.lock $(wildcard wheels/*)
-	@$(PYTHON) -m venv .venv
-	@echo "installing into .venv: a minute or two the first time, a few GB"
-	@$(PIP) --editable '.[dev]'
-{reinstall}	@touch $@
-
-train: setup
-	@$(BIN)/python src/train.py $(ARGS)
-
-sweep: setup
-	@$(BIN)/python src/train.py -m $(ARGS)
-
-dashboard: setup
-	@$(BIN)/python -m lockstep dashboard outputs --host 127.0.0.1 $(ARGS)
-
-test: setup
-	@$(BIN)/python -m pytest $(ARGS)
-"""
+FILES = Path(__file__).with_name("new_project")  # texts of a project's files; their names end with .txt
 # pip takes an equal version as satisfied, whatever commit, folder or file it came from.
 REINSTALL = """\t@if [ -e $@ ]; then $(PIP) --force-reinstall --no-deps "$$($(BIN)/python -c '$(REQUIRED)')"; fi
 """
@@ -90,52 +39,11 @@ REQUIRED = """
 REQUIRED := import tomllib; lines = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \\
     print(next(each for each in lines if each.startswith("pytorch-lockstep")))
 """
-LOCK = """# The versions where `lockstep new` ran, with Python {python}: results depend on them to the bit.
-# `make setup` installs these. For newer versions delete lines, or all of them, and repeat it.
-"""
-TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
-
-from lockstep.testing import DataTests, ModuleTests
-
-
-class TestMnistCNN(ModuleTests):
-    overrides = ["model=mnist_cnn", "data=synthetic", "data.samples=200", "data.image_size=12"]
-
-
-class TestDigits(DataTests):
-    overrides = ["data=digits"]
-'''
-README = """# {name}
-
-    make train                                              # trains on digits, which need no download
-    make train ARGS="model=resnet18 strategy=ddp devices=2"
-    make test
-
-The first command builds `.venv`. `python src/train.py --help` lists all settings.
-
-    conf/          every choice; train.yaml is the front page. It inherits Lockstep's pages: `lockstep conf` lists them
-    src/{name}/    nets and data sets
-    tests/         tests of src/{name}/
-
-`lockstep schema` writes conf/schema/, with which editors complete and check the keys of conf/.
-
-{upgrade}
-"""
 UPGRADE = (
     "A newer Lockstep: change its line in `pyproject.toml`, then `make setup`. No file of yours is changed.\n"
     "`requirements.lock` has the versions of all else."
 )
 VENDORED = "`src/lockstep*/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
-IGNORED = """__pycache__/
-*.egg-info/
-.venv
-.pytest_cache/
-/data/
-/conf/schema/
-"""
-OUTPUTS = """*
-!.gitignore
-"""
 
 
 def check_name(name: str) -> None:
@@ -223,7 +131,7 @@ def locked() -> str:
             versions[name] = Version(metadata.version(name)).public  # of 2.11.0+cpu, say, 2.11.0
             left += metadata.requires(name) or ()
     lines = (f"{name}=={version}\n" for name, version in sorted(versions.items()) if name != DISTRIBUTION)
-    return LOCK.format(python=platform.python_version()) + "".join(lines)
+    return "".join(lines)
 
 
 def _is_installed(name: str) -> bool:
@@ -260,18 +168,22 @@ def write(name: str, folder: Path, pin: str | None, keeps_wheel: bool) -> None:
         packages += ["lockstep*", "hydra_plugins*"]
     quoted = "".join(f"    {json.dumps(each)},\n" for each in required)
     listed = ", ".join(map(json.dumps, packages))
-    makefile = MAKEFILE.replace("{required}", REQUIRED if pin else "").replace("{reinstall}", REINSTALL if pin else "")
-    for file, text in {
-        "pyproject.toml": PYPROJECT.format(name=name, dependencies=quoted, packages=listed),
-        "requirements.lock": locked(),
-        "Makefile": makefile,
-        "README.md": README.format(name=name, upgrade=UPGRADE if pin else VENDORED),
-        ".gitignore": IGNORED,
-        "outputs/.gitignore": OUTPUTS,
-        f"tests/test_{name}.py": TESTS,
-    }.items():
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).write_text(text)
+    words = {
+        "name": name,
+        "dependencies": quoted,
+        "packages": listed,
+        "locked": locked(),
+        "python": platform.python_version(),
+        "required": REQUIRED if pin else "",
+        "reinstall": REINSTALL if pin else "",
+        "upgrade": UPGRADE if pin else VENDORED,
+    }
+    for file in FILES.rglob("*.txt"):
+        target, text = file.relative_to(FILES).with_suffix("").as_posix(), file.read_text()
+        for word, value in words.items():
+            target, text = (each.replace(f"{{{word}}}", value) for each in (target, text))
+        (folder / target).parent.mkdir(exist_ok=True)
+        (folder / target).write_text(text)
 
 
 def git(folder: Path, *arguments: str) -> None:
