@@ -167,9 +167,7 @@ def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
         (["scheduler=constant", "scheduler.warmup_steps=-1"], "^scheduler.warmup_steps=-1: must be a whole number"),
-        (["scheduler=plateau", "scheduler.warmup_steps=0.5"], "^scheduler.warmup_steps=0.5: must be a whole number"),
-        (["scheduler=multistep", "scheduler.milestones=3"], "^scheduler.milestones=3: must be a list of epochs"),
-        (["scheduler=warm_restarts", "scheduler.cycle_factor=0"], "^scheduler.cycle_factor=0: must be a whole number"),
+        (["scheduler=warm_restarts", "scheduler.T_mult=0"], "^scheduler: .*T_mult"),
         (["optimizer=muon", "optimizer.momentum=1"], "^optimizer.momentum=1: must be at least 0 and below 1"),
         (["optimizer=muon", "optimizer.betas=[0.9]"], r"^optimizer.betas=\[0.9\]: must be two numbers"),
         (["optimizer=muon", "optimizer.weight_decay=-1"], "^optimizer.weight_decay=-1: must be at least 0"),
@@ -232,38 +230,18 @@ def test_schedules_of_torch_use_the_length_of_the_run() -> None:
     assert rates(offered("scheduler=constant"), 3) == [0.02] * 3
 
 
-def test_multistep_and_warm_restarts_are_those_of_torch_after_a_warm_up() -> None:
+def test_multistep_and_warm_restarts_follow_the_length_of_an_epoch() -> None:
     def of_torch(kind: Any, steps: int, **options: Any) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.02)
         return rates(
             {"optimizer": lambda _: optimizer, "scheduler": lambda _: {"scheduler": kind(optimizer, **options)}}, steps
         )
 
-    rise = [0.02 * step / 4 for step in range(1, 5)]
-    torchs = of_torch(torch.optim.lr_scheduler.MultiStepLR, 70, milestones=[20, 50])
-    multistep = ("scheduler=multistep", "scheduler.milestones=[2,5]")
-    assert rates(offered(*multistep), 70) == pytest.approx(torchs)
-    assert rates(offered(*multistep, "scheduler.warmup_steps=4"), 70) == pytest.approx(rise + torchs[4:])
     torchs = of_torch(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, 70, T_0=10, T_mult=2, eta_min=0.002)
-    restarts = ("scheduler=warm_restarts", "scheduler.final=0.1")
-    assert rates(offered(*restarts), 70) == pytest.approx(torchs)
-    assert rates(offered(*restarts, "scheduler.warmup_steps=4"), 74) == pytest.approx(rise + torchs)
-
-
-def test_plateau_follows_its_metric_after_a_warm_up() -> None:
-    made = offered("scheduler=plateau", "scheduler.patience=0", "scheduler.warmup_steps=4")
-    optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
-    schedule = made["scheduler"](optimizer)["scheduler"]
-    actual = []
-    for _ in range(7):  # the metric never improves
-        optimizer.step()
-        actual.append(optimizer.param_groups[0]["lr"])
-        schedule.step(1.0)
-    assert actual == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.01, 0.005])
-    again = made["scheduler"](optimizer)["scheduler"]
-    again.load_state_dict(schedule.state_dict())
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0025), "a resumed run does not warm up again"
+    assert rates(offered("scheduler=warm_restarts", "scheduler.eta_min=0.002"), 70) == pytest.approx(torchs)
+    multistep = offered("scheduler=multistep", "scheduler.milestones=[2,5]")
+    optimizer = multistep["optimizer"]([nn.Parameter(torch.zeros(1))])
+    assert multistep["scheduler"](optimizer)["interval"] == "epoch"
 
 
 def test_muon_takes_the_steps_of_torchs_muon_and_of_adamw() -> None:

@@ -25,8 +25,8 @@ from lockstep.text import join_names
 
 log = logging.getLogger("lockstep")
 LENGTH = ("callbacks", "debug", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
-# What a ReduceLROnPlateau keeps when its settings change. warmup_done: of one with a warm-up, its steps so far
-PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "warmup_done")
+# What a ReduceLROnPlateau keeps when its settings change
+PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class Checkpoint(SavesSteps):

@@ -1,12 +1,10 @@
 """Compute learning rates as pure functions of the optimizer step. conf/scheduler/ names them beside those of torch."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def onecycle(
@@ -64,92 +62,11 @@ def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
     return LambdaLR(optimizer, _after_warmup(warmup_steps, lambda step: 1.0))
 
 
-def multistep(
-    optimizer: Optimizer, steps_per_epoch: int, milestones: Sequence[int], gamma: float = 0.1, warmup_steps: int = 0
-) -> LambdaLR:
-    """Return a schedule that rises linearly to lr in the warm-up and is multiplied by gamma at each milestone.
-
-    Args:
-        steps_per_epoch: optimizer steps of one pass over the training set.
-        milestones: epochs, counted from the beginning of the run.
-        gamma: factor of lr.
-        warmup_steps: optimizer steps of the warm-up.
-    """
-    if not isinstance(milestones, Sequence) or not all(type(each) is int and each > 0 for each in milestones):
-        raise ValueError(f"milestones={milestones}: must be a list of epochs, whole numbers of at least 1")
-    epochs = sorted(milestones)
-    factor = _after_warmup(warmup_steps, lambda step: float(gamma ** bisect_right(epochs, step // steps_per_epoch)))
-    return LambdaLR(optimizer, factor)
-
-
-def warm_restarts(
-    optimizer: Optimizer, cycle_steps: int, cycle_factor: int = 2, final: float = 0.0, warmup_steps: int = 0
-) -> LambdaLR:
-    """Return a schedule that rises linearly to lr in the warm-up, followed by cycles that fall along half a cosine.
-
-    Source: Loshchilov and Hutter, SGDR, 2017.
-
-    Args:
-        cycle_steps: optimizer steps of the first cycle.
-        cycle_factor: length of a cycle divided by that of the one before.
-        final: fraction of lr at the end of a cycle.
-        warmup_steps: optimizer steps of the warm-up.
-    """
-    for name, value in (("cycle_steps", cycle_steps), ("cycle_factor", cycle_factor)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value}: must be a whole number of at least 1")
-    _check_fractions(final=final)
-
-    def factor(step: int) -> float:
-        position, length = step - warmup_steps, cycle_steps
-        while position >= length:
-            position, length = position - length, length * cycle_factor
-        return _half_cosine(1.0, final, position / length)
-
-    return LambdaLR(optimizer, _after_warmup(warmup_steps, factor))
-
-
-class Plateau(ReduceLROnPlateau):
-    """Torch's ReduceLROnPlateau with a linear warm-up to lr. Metrics during the warm-up do not count.
-
-    Args:
-        optimizer: the learning rates of its groups are those after the warm-up.
-        warmup_steps: optimizer steps of the warm-up.
-        options: other arguments of ReduceLROnPlateau.
-    """
-
-    def __init__(self, optimizer: Optimizer, *, warmup_steps: int = 0, **options: Any) -> None:
-        _check_warmup(warmup_steps)
-        super().__init__(optimizer, **options)
-        self.warmup_steps, self.warmup_done = warmup_steps, 0
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
-        if warmup_steps:
-            optimizer.register_step_pre_hook(self._warm_up)
-
-    def _warm_up(self, optimizer: Optimizer, *_: Any) -> None:
-        """Set the learning rates of the optimizer step that follows.
-
-        The optimizer calls this, because `step` is called only after validations.
-        """
-        if self.warmup_done < self.warmup_steps:
-            self.warmup_done += 1
-            for group, peak in zip(optimizer.param_groups, self.peaks, strict=True):
-                group["lr"] = peak * self.warmup_done / self.warmup_steps
-
-    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override] # as in torch
-        if self.warmup_done >= self.warmup_steps:
-            super().step(metrics, epoch)
-
-
 def _after_warmup(warmup_steps: int, factor: Callable[[int], float]) -> Callable[[int], float]:
     """Return a factor of lr by step that rises linearly to 1 in the warm-up, and is `factor` afterwards."""
-    _check_warmup(warmup_steps)
-    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else factor(step)
-
-
-def _check_warmup(warmup_steps: int) -> None:
     if type(warmup_steps) is not int or warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps}: must be a whole number of at least 0")
+    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else factor(step)
 
 
 def _half_cosine(start: float, end: float, progress: float) -> float:
