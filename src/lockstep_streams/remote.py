@@ -42,7 +42,6 @@ class Remote:
         retry_seconds: how long a request is tried again.
         index_dir: the folder for indexes; None: the user's cache.
         anew: whether the server is asked about all shards, whatever is known of them.
-        may_be_empty: whether there may be nothing at the URL yet.
 
     Attributes:
         paths: of the shards, below the URL.
@@ -59,7 +58,6 @@ class Remote:
         retry_seconds: float = 240.0,
         index_dir: str | None = None,
         anew: bool = False,
-        may_be_empty: bool = False,
     ) -> None:
         if cache_gb is not None and (type(cache_gb) not in (int, float) or not 0 < cache_gb < float("inf")):
             raise UserError(f"data.cache_gb={cache_gb}: must be a number above 0, or null")
@@ -80,7 +78,7 @@ class Remote:
         self.server = Server(base, retry_seconds)
         self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None), anew)
         named = expanded(pattern) if pattern else None
-        self.stats: Mapping[str, Stat] = self._listed(named, may_be_empty)
+        self.stats: Mapping[str, Stat] = self._listed(named)
         unknown = [path for path, stat in self.stats.items() if stat == UNKNOWN]
         if len(unknown) > MOST_ASKED and not anew:
             unknown = []
@@ -90,12 +88,11 @@ class Remote:
                 self.stats = {**self.stats, **dict(zip(unknown, answers, strict=True))}
         self.paths = [*self.stats]
 
-    def _listed(self, named: Sequence[str] | None, may_be_empty: bool) -> Mapping[str, Stat]:
+    def _listed(self, named: Sequence[str] | None) -> Mapping[str, Stat]:
         """Return the shards with what the server says of them.
 
         Args:
             named: the paths that a pattern names; None: there is no pattern.
-            may_be_empty: of `Remote`.
         """
         from lockstep_streams.shards import SHARD
 
@@ -105,7 +102,7 @@ class Remote:
         if self.server.lists:
             files = {
                 path: stat
-                for path, stat in self.server.files(may_be_empty).items()
+                for path, stat in self.server.files().items()
                 if not any(each.startswith(".") for each in path.split("/"))
             }
             shards = {path: stat for path, stat in files.items() if SHARD.search(path)}
@@ -114,9 +111,8 @@ class Remote:
                 if NEARLY.search(path):
                     others.pass_over(path.rpartition("/")[2])
             self.passed_over = passed_over_text(others.passed_over, EXTENSIONS)
-            if not may_be_empty:  # a writer replaces index.json at the end
-                described = [path for path in files if path.rpartition("/")[2] == INDEX]
-                self.records.hashes = check_named(self.server.url, [*shards, *described], self._description)
+            described = [path for path in files if path.rpartition("/")[2] == INDEX]
+            self.records.hashes = check_named(self.server.url, [*shards, *described], self._description)
             return shards
         return self._of_mds()
 

@@ -1,4 +1,4 @@
-"""Read and write the objects of an object store or a web server, by fsspec's file systems.
+"""Read the objects of an object store or a web server, by fsspec's file systems.
 
 fsspec keeps threads, and its file systems can't be used after a fork. So a `Server` makes a file system in each process
 that reads, when it first reads.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.errors import UserError
 from lockstep.text import plural
@@ -38,17 +38,8 @@ DRIVERS = {
 }  # Python packages
 NO_LISTING = ("http", "https")  # a page with links is no list of files
 CHUNK = 8 << 20  # bytes of a request
-S3_PART = 50 << 20  # bytes of a part, if s3fs sends a large object in parts
-CHUNK_SECONDS, LISTING_SECONDS = 60.0, 1800.0  # timeouts of a request, and of a listing or an upload
+CHUNK_SECONDS, LISTING_SECONDS = 60.0, 1800.0  # timeouts of a request, and of a listing
 FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before another try
-CODES = {  # of S3 and of servers that speak it
-    "InvalidObjectState": "the object is archived (Glacier), and must be restored first",
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), "the credentials have expired"),
-    "SignatureDoesNotMatch": "the secret key of the environment does not fit its access key",
-    "InvalidAccessKeyId": "the server does not know the access key of the environment",
-    "RequestTimeTooSkewed": "the clock of this machine is wrong",
-    "NoSuchBucket": "there is no such bucket",
-}
 PERMANENT_TRIES = 3  # of an object that is missing or forbidden
 # What a server says of an object's version, in order of preference.
 VERSIONS = (
@@ -61,7 +52,7 @@ UNKNOWN: Stat = (-1, "")
 
 
 class Unavailable(Exception):
-    """An object could not be read or written. The message is the reason."""
+    """An object could not be read. The message is the reason."""
 
 
 @dataclass(eq=False)
@@ -94,11 +85,8 @@ class Server:
         """Whether the server lists its objects."""
         return self.url.partition(":")[0] not in NO_LISTING
 
-    def files(self, may_be_empty: bool = False) -> dict[str, Stat]:
+    def files(self) -> dict[str, Stat]:
         """Return the objects below the URL by their paths.
-
-        Args:
-            may_be_empty: whether there may be nothing at the URL.
 
         Raises:
             UserError: They can't be listed.
@@ -112,14 +100,12 @@ class Server:
 
         root = self._fs()[1].rstrip("/") + "/"
         try:
-            objects = self._tried(find, self.url, may_be_missing=may_be_empty)
+            objects = self._tried(find, self.url)
         except Unavailable as error:
-            if not may_be_empty or not isinstance(error.__cause__, FileNotFoundError):
-                remedy = REMEDY
-                if error.__cause__ is not None and status_of(error.__cause__) in (401, 403):
-                    remedy = f"if its objects may be read, a pattern names them: {self.url}/train-{{000..099}}.tar"
-                raise UserError(f"{self.url}: the list of its objects: {error}: {remedy}") from error
-            return {}
+            remedy = REMEDY
+            if error.__cause__ is not None and status_of(error.__cause__) in (401, 403):
+                remedy = f"if its objects may be read, a pattern names them: {self.url}/train-{{000..099}}.tar"
+            raise UserError(f"{self.url}: the list of its objects: {error}: {remedy}") from error
         return {name.removeprefix(root): stat_of(info) for name, info in objects.items() if name.startswith(root)}
 
     def stat(self, path: str) -> Stat:
@@ -169,18 +155,6 @@ class Server:
                 return None
             raise
         return content
-
-    def write(self, path: str, local: str | os.PathLike[str]) -> None:
-        """Write a local file to an object; raise `Unavailable`."""
-        if not self.lists:
-            raise Unavailable("a web server takes no files")
-
-        def put() -> None:
-            fs, root = self._fs()
-            fs.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
-            called(fs, "put_file", os.fspath(local), f"{root}/{path}", timeout=LISTING_SECONDS)
-
-        self._tried(put, path)
 
     def tried(self, call: Callable[[], Result], what: str) -> Result:
         """Return what a call returns; raise a UserError about `what` if it fails again and again."""
@@ -300,20 +274,6 @@ def md5_of(version: str) -> str | None:
     return first if re.fullmatch("[0-9a-f]{32}", first) else None
 
 
-def states(version: str, file: IO[bytes]) -> bool:
-    """Check whether a version states the content of a file: its MD5, or S3's ETag of what s3fs sends in parts.
-
-    That is the MD5 of the parts' MD5s, and the number of parts.
-    """
-    if (md5 := md5_of(version)) is not None:
-        return md5 == digest_of(file, "md5")
-    if re.fullmatch("[0-9a-f]{32}-[0-9]+", version) is None:
-        return False
-    file.seek(0)
-    parts = [hashlib.md5(part, usedforsecurity=False).digest() for part in iter(partial(file.read, S3_PART), b"")]
-    return version == f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
-
-
 def digest_of(file: Any, kind: str) -> str:
     """Return a hash of an open file, in hex."""
     file.seek(0)
@@ -363,16 +323,6 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def code_of(error: BaseException) -> str:
-    """Return the code that S3 states beside an HTTP status; empty without one."""
-    for each in causes(error):
-        response = getattr(each, "response", None)
-        stated = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-        if isinstance(stated, str) and re.fullmatch(r"[A-Za-z][\w.]{2,60}", stated) and stated != "Forbidden":
-            return stated
-    return ""
-
-
 def retry_after(error: BaseException) -> float:
     """Return the seconds that a server asks to wait before another try; 0 if it asks for nothing."""
     for each in causes(error):
@@ -406,25 +356,22 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a request failed, in a few words, without what a server has sent."""
-    status, code = status_of(error), code_of(error)
-    if code in CODES:
-        return f"{CODES[code]} ({code})"
+    """Return why a request failed: the status, and the driver's words."""
+    status = status_of(error)
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError) and not refused(error)):
         return "there is no such object"
-    if status in (401, 403) or isinstance(error, PermissionError):
-        with_code = ", ".join(filter(None, (str(status or 403), code if code != "AccessDenied" else "")))
-        return f"access is denied ({with_code}), with the credentials of the environment"
-    if status is not None:
-        return f"the server answers with status {status}"
-    names = [type(each).__name__ for each in causes(error)]
-    if any("Timeout" in name for name in names):
-        return f"the server does not answer within {CHUNK_SECONDS:.0f} s"
-    if "NoCredentialsError" in names:
-        return "there are no credentials in the environment; a public bucket needs FSSPEC_S3_ANON=true there"
     last = next((each for each in causes(error) if isinstance(each, OSError) and each.strerror), None)
-    text = (last.strerror if last is not None else None) or one_line(error)
-    return f"{type(error).__name__}: {text}"[:160]
+    words = (last.strerror if last is not None else None) or one_line(error)
+    words = re.sub(r"\?\S*", "", words)  # the query of a URL may have a signature
+    if status in (401, 403) or isinstance(error, PermissionError):
+        return f"access is denied ({status or 403}), with the credentials of the environment: {words}"[:160]
+    if status is not None:
+        return f"the server answers with status {status}: {words}"[:160]
+    if any("Timeout" in type(each).__name__ for each in causes(error)):
+        return f"the server does not answer within {CHUNK_SECONDS:.0f} s"
+    if any(type(each).__name__ == "NoCredentialsError" for each in causes(error)):
+        return "there are no credentials in the environment; a public bucket needs FSSPEC_S3_ANON=true there"
+    return f"{type(error).__name__}: {words}"[:160]
 
 
 def one_line(error: BaseException) -> str:

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from small_data import config, refusal_of
 from store_servers import WebServer
-from written_mds import EXPECTED, SHARDS, as_tar
+from written_mds import EXPECTED, SHARDS, as_tar, write_mds
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep_streams import mds
-from lockstep_streams.mds import write_mds
 from lockstep_streams.remote import Remote
 
 FORMS = ("raw", "zstd")
@@ -47,22 +45,6 @@ def read(part: Any) -> list[list[str]]:
         [str(label), hashlib.sha256(content).hexdigest()]
         for label, content in zip(files.labels.tolist(), contents, strict=True)
     ]
-
-
-@pytest.mark.parametrize("part", EXPECTED)
-def test_shards_that_are_written_have_the_bytes_of_the_writer_of_mosaicml(part: str, tmp_path: Path) -> None:
-    images = innermost_dataset(getattr(opened(SHARDS / "raw", index_dir=str(tmp_path), **BY_PLACE), part))
-    columns, first, sizes = {"label": "int", "image": "jpeg"}, 0, {}
-    for number, shard in enumerate(EXPECTED[part]):
-        name = f"shard.{number:05}.mds"
-        contents = (images.encoded(first + place).getvalue() for place in range(len(shard)))
-        labels = (np.int64(label).tobytes() for label, _ in shard)
-        samples = [{"image": image, "label": label} for image, label in zip(contents, labels, strict=True)]
-        with open(tmp_path / name, "w+b") as file:
-            mds.write_mds(file, columns, 12_000, len(samples), samples)
-        assert (tmp_path / name).read_bytes() == (SHARDS / "raw" / part / name).read_bytes()
-        first, sizes[name] = first + len(shard), ((tmp_path / name).stat().st_size, len(shard))
-    assert mds.index_of(columns, 12_000, sizes) == (SHARDS / "raw" / part / "index.json").read_bytes()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -163,7 +145,7 @@ def test_a_small_file_with_a_huge_content_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[int]
 ) -> None:
     pa = pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
-    monkeypatch.setattr(mds, "MOST_BYTES", 4 << 20)
+    monkeypatch.setattr("lockstep_streams.mds.MOST_BYTES", 4 << 20)
     shard = copied("zstd", tmp_path) / "train" / "shard.00001.mds.zstd"
     with pa.CompressedOutputStream(str(shard), "zstd") as stream:
         stream.write(np.array(head, "<u4").tobytes())

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -64,63 +63,24 @@ def test_a_folder_becomes_shards_that_train_as_the_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also when they were copied into a bucket."""
+    from store_servers import upload
+
     monkeypatch.setattr(shards, "MIB", 1 << 13)
-    assert shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP]) == 0
-    made = contents(s3, "made")
-    names = [*made]
-    assert {name.partition("-")[0] for name in names} == {"train", "test"}
-    assert len(names) > 3
-    assert f"{len(names)} shards with 54 images in s3://images/made\n" in capsys.readouterr().out
-    remote = opened("s3://images/made")
+    assert shards.main([str(folder), str(tmp_path / "made"), "--megabytes", "2"]) == 0
+    made = {name: (tmp_path / "made" / name).read_bytes() for name in files_in(tmp_path / "made")}
+    assert {name.partition("-")[0] for name in made} == {"train", "test"}
+    assert len(made) > 3
+    assert f"{len(made)} shards with 54 images in {tmp_path}/made\n" in capsys.readouterr().out
+    remote = opened(upload(tmp_path / "made", s3, "made"))
     assert same(remote.train, opened(folder, "image_folder").train)
     assert not same(remote.train, opened(folder, "image_folder").test)
-
-    puts: list[str] = []
-    write = server.Server.write
-
-    def counted(self: Any, path: str, local: Any) -> None:
-        puts.append(path)
-        write(self, path, local)
-
-    monkeypatch.setattr(server.Server, "write", counted)
-    client(s3).delete_object(Bucket="images", Key="made/train-00001.tar")
-    shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP])
-    assert [path for path in puts if path.endswith(".tar")] == ["train-00001.tar"]  # the others are there
-    assert {name: content for name, content in contents(s3, "made").items() if name in names} == {
-        name: made[name] for name in names
-    }
-    shards.main([str(folder), str(tmp_path / "local"), "--megabytes", "2"])
-    assert files_in(tmp_path / "local") == sorted(names)
-    assert all((tmp_path / "local" / name).read_bytes() == made[name] for name in names)
-    assert f"{tmp_path}/local: has other shards, " in refusal_of(
-        shards.main, [str(folder), str(tmp_path / "local"), "--megabytes", "64"]
+    (tmp_path / "made" / "train-00001.tar").write_bytes(b"half")
+    shards.main([str(folder), str(tmp_path / "made"), "--megabytes", "2"])
+    assert made == {name: (tmp_path / "made" / name).read_bytes() for name in files_in(tmp_path / "made")}
+    assert f"{tmp_path}/made: has other shards, " in refusal_of(
+        shards.main, [str(folder), str(tmp_path / "made"), "--megabytes", "64"]
     )
-
-
-def test_a_shard_that_was_sent_in_parts_is_not_sent_again(
-    tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S3 states no MD5 for it. s3fs sends shards of 100 MiB and more so; here smaller ones, to be quick."""
-    core = pytest.importorskip("s3fs.core")
-    part = 5 << 20  # S3 takes no smaller ones
-    monkeypatch.setattr(core, "calculate_chunksize", lambda *arguments, **options: part)
-    monkeypatch.setattr(server, "S3_PART", part)
-    for label in "ab":
-        (tmp_path / "large" / label).mkdir(parents=True)
-        noise = np.random.default_rng(0).integers(0, 255, (1400, 1400, 3), np.uint8)
-        Image.fromarray(noise).save(tmp_path / "large" / label / "x.png", compress_level=0)
-    words = [str(tmp_path / "large"), "s3://images/parts", *KEEP]
-    shards.main(words)
-    assert client(s3).head_object(Bucket="images", Key="parts/all-00000.tar")["ETag"].endswith('-3"')
-    puts: list[str] = []
-    monkeypatch.setattr(server.Server, "write", lambda self, path, local: puts.append(path))
-    shards.main(words)
-    assert [path for path in puts if path.endswith(".tar")] == []
-    with open(tmp_path / "large" / "a" / "x.png", "r+b") as file:
-        file.seek(5_000_000)
-        file.write(b"!")
-    shards.main(words)
-    assert [path for path in puts if path.endswith(".tar")] == ["all-00000.tar"]  # others of the same size
 
 
 def test_a_list_becomes_shards_with_labels(folder: Path, tmp_path: Path) -> None:
@@ -171,34 +131,6 @@ def test_webdataset_reads_the_shards(folder: Path, tmp_path: Path) -> None:
     shards.main([str(folder), str(tmp_path / "made")])
     read = webdataset.WebDataset(str(tmp_path / "made" / "test-00000.tar"), shardshuffle=False)
     assert len({sample["__key__"] for sample in read}) == 12
-
-
-def test_the_same_shards_as_mds(folder: Path, tmp_path: Path, s3: dict[str, str], monkeypatch: Any) -> None:
-    """They have the images of the tar shards in the same order, in a folder and in a bucket."""
-    monkeypatch.setattr(shards, "MIB", 1 << 13)
-    for kind in ("tar", "mds"):
-        shards.main([str(folder), str(tmp_path / kind), "--megabytes", "2", "--format", kind])
-        shards.main([str(folder), f"s3://images/as_{kind}", "--megabytes", "2", "--format", kind, *KEEP])
-    names = files_in(tmp_path / "mds")
-    assert {"test/index.json", "test/shard.00000.mds", "train/index.json", "train/shard.00004.mds"} <= {*names}
-    assert sum(name.endswith(".mds") for name in names) == len(files_in(tmp_path / "tar"))
-    made = contents(s3, "as_mds")
-    assert [*made] == names
-    assert all((tmp_path / "mds" / name).read_bytes() == made[name] for name in names)
-    remote = opened("s3://images/as_mds", window=2)
-    tar = opened(tmp_path / "tar", window=2)
-    assert remote.spec.classes == tar.spec.classes == ("cat", "dog", "eel")
-    for other in (remote, opened(tmp_path / "mds", window=2)):
-        assert same(other.train, tar.train)
-        assert same(other.test, tar.test)
-        assert other.shard_borders.tolist() == tar.shard_borders.tolist()
-    assert not same(opened(folder, "image_folder").train, tar.train)  # the control: in another order
-    before = {name: (tmp_path / "mds" / name).stat().st_mtime_ns for name in names if name.endswith("mds")}
-    shards.main([str(folder), str(tmp_path / "mds"), "--megabytes", "2", "--format", "mds"])
-    assert before == {name: (tmp_path / "mds" / name).stat().st_mtime_ns for name in before}  # they are passed over
-    assert "--megabytes=600000: an MDS shard has less than 4 GiB: must be at most 4000" in refusal_of(
-        shards.main, [str(folder), str(tmp_path / "x"), "--megabytes", "600000", "--format", "mds"]
-    )
 
 
 def test_an_index_goes_on_and_serves_runs(
@@ -261,6 +193,6 @@ def test_a_new_index_asks_about_each_shard(folder: Path, tmp_path: Path) -> None
 def test_what_the_programs_refuse(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a run indexes a folder by itself: give a URL" in refusal_of(index.main, [str(folder)])
     assert "secret" not in refusal_of(index.main, ["s3://me:secret@images/x"])
-    assert "must be one place" in refusal_of(shards.main, [str(folder), "s3://images/{0..1}"])
+    assert "must be a folder, which the store's own" in refusal_of(shards.main, [str(folder), "s3://images/x"])
     assert "--megabytes=0: must be at least 1" in refusal_of(shards.main, [str(folder), "x", "--megabytes", "0"])
     assert sys.argv
