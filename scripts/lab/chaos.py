@@ -40,13 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
-from campaigns.deaths import CALM, PIECE_SECONDS, Deaths, DeathStorm
+from campaigns.deaths import CALM, DROPOUT, JOBS, PIECE_SECONDS, Deaths, DeathStorm
 from campaigns.goodput import draw
 from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
 
 from lockstep.config.pages import options
+from lockstep.launch.machine import computes_bf16
 
 JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),
@@ -113,11 +114,19 @@ def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: lis
     """Return the campaigns that the user asked for. `stack` closes what they need, and `drawn` receives the storms."""
     rng = Random(chosen.seed)
     if chosen.deaths:
-        job, common = [*JOB, *EXACT, *chosen.overrides], (work / "deaths", rng, chosen.control)
+        job = [*(each for each in JOB if each != DROPOUT), *EXACT]
         if every := chosen.death_storm:
             epochs = 3 + int((CALM + chosen.deaths * every) / PIECE_SECONDS * 64 / DIGITS)
-            return [DeathStorm(chosen.deaths, every, "storm", one_each([*job, f"max_epochs={epochs}"]), *common)]
-        return [Deaths(chosen.deaths, "deaths", one_each(job), *common)]
+            job = one_each([*job, f"max_epochs={epochs}", *chosen.overrides])
+            return [DeathStorm(chosen.deaths, every, "storm", job, work / "storm", rng)]
+        jobs = {name: more for name, more in JOBS.items() if "bf16" not in name or computes_bf16("cpu")}
+        return [
+            Deaths(
+                len(range(number, chosen.deaths, len(jobs))),
+                *(name, one_each([*job, *more, *chosen.overrides]), work / f"deaths_{number}", rng, chosen.control),
+            )
+            for number, (name, more) in enumerate(jobs.items())
+        ]
     if chosen.storm or chosen.cuts:
         machines = stack.enter_context(Machines(chosen.machines))
         if chosen.storm:

@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TIMEOUT
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError, WorkerFailed
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 FOUR = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
 
 
-def surviving(work: Callable[..., Any], *args: Any, replacements: int = 0, hang_timeout: float = 60.0) -> Any:
+def surviving(work: Callable[..., Any], *args: Any, replacements: int = 0, hang_timeout: float = TIMEOUT) -> Any:
     options = Survival(lambda workers: (*args, workers), replacements)
     return launch(work, *args, 4, layout=FOUR, hang_timeout=hang_timeout, survival=options)
 
@@ -76,10 +78,10 @@ def test_new_workers_replace_lost_ones_as_often_as_it_is_allowed(capfd: pytest.C
 
 def test_a_worker_that_stands_still_counts_as_dead(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    total, pids, _ = surviving(sums, {0: [2]}, "stops", hang_timeout=10.0)
+    total, pids, _ = surviving(sums, {0: [2]}, "stops", hang_timeout=20.0)
     assert (total, len(pids)) == (20 * 3, 3)
-    assert "rank 2 did not join the other ranks within 10 s (hang_timeout)" in capfd.readouterr().err
-    assert time.monotonic() - began < 120
+    assert "rank 2 did not join the other ranks within 20 s (hang_timeout)" in capfd.readouterr().err
+    assert time.monotonic() - began < TIMEOUT
 
 
 def rejoins(workers: int) -> int:
@@ -102,10 +104,11 @@ def test_a_death_while_the_others_join_a_group(
             os.kill(os.getpid(), signal.SIGKILL)
         join(*args)
 
-    began = time.monotonic()
+    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT", timedelta(seconds=TIMEOUT))
     monkeypatch.setattr(workers_side, "join_new_group", join_or_die)
+    began = time.monotonic()
     assert surviving(rejoins, replacements=replacements) == workers
-    assert time.monotonic() - began < rendezvous.CONNECT_TIMEOUT.total_seconds()
+    assert time.monotonic() - began < TIMEOUT, "nobody waits for that long, however busy the machine is"
 
 
 def fails(error: BaseException, workers: int) -> None:

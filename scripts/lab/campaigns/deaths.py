@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from campaigns.campaign import HOUR, Campaign
 from campaigns.processes import Process
 from lightning.pytorch import Callback
@@ -21,6 +22,13 @@ SOON = 1.0  # seconds after a death
 MOST = 6  # deaths in a run
 WORKERS, PIECE_SECONDS = 4, 0.25  # of a storm
 CALM = 20.0  # seconds of a storm before its first death. The rate of their steps is the reference
+# What is more than a sum of gradients: masks, running statistics, an optimizer's state. The last step is a short one.
+DROPOUT, ADAMW = "model.dropout=0.25", ("optimizer=adamw", "lr=0.003")
+JOBS = {
+    "dropout": [DROPOUT],
+    "BatchNorm, AdamW, uneven pieces": ["model=fast_cnn", *ADAMW, "batch_size=60", "pieces=5"],
+    "dropout, AdamW, bf16": [DROPOUT, *ADAMW, "precision=bf16-mixed"],
+}
 
 
 class Steps(Callback):
@@ -51,8 +59,23 @@ class Steps(Callback):
                 file.write(json.dumps([time.time(), trainer.global_step]) + "\n")
 
 
+class WithoutSamples(Callback):
+    """A control: the first step that is done again lacks the samples of the last rank."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        drops = trainer.global_step > 0 and trainer.global_rank == trainer.world_size - 1
+        parameters = [each for each in pl_module.parameters() if drops and each.requires_grad]
+        self._hooks = [each.register_hook(torch.zeros_like) for each in parameters]
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
 class Deaths(Campaign):
     """Runs whose workers die, until so many have died.
+
+    The control is `WithoutSamples`.
 
     Args:
         deaths: the number.
@@ -77,6 +100,7 @@ class Deaths(Campaign):
         job = [f"outputs={home}", "strategy=ddp", f"devices={devices}", "survive=true", f"max_restarts={replaced}"]
         stops = rng.random() < 0.2
         job += [f"num_workers={rng.choice((0, 0, 1))}", *([f"hang_timeout={HANG_TIMEOUT}"] if stops else [])]
+        job += ["+callbacks.control._target_=campaigns.deaths.WithoutSamples"] * self.control
         before = len(self.problems)
         with closing(Process([*self.job, *job])) as process:
             process.wait(HOUR, lambda: len(process.ranks()) == devices)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from omegaconf import OmegaConf
@@ -81,6 +82,8 @@ class TrainingJob(Job):
             splits = first_batch(splits, config.layout, config.seed)
         self.hydra_files = hydra_files
         self.ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
+        # Lightning reads it once, and a strategy of one device sets none: this worker may have had another rank before.
+        rank_zero_only.rank = environment().rank  # type: ignore[attr-defined]
         whole = config.layout.weights != "sharded" or bool(config.extras)  # an extra may read the tensors
         start = load_snapshot(folder) or load_start(folder, config.resume, hydra_files, self.ranks, whole=whole)
         path, self._loaded = start
