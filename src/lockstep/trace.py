@@ -49,18 +49,19 @@ PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module."
 # Settings of a group that do not change what a step computes, or only its rounding.
 NO_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "name"}
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # of torch.nn.utils
+PENDING = 64  # forward passes that a later step's gradient may reach, as those of a generator before a discriminator
 IGNORED_LABEL = -100  # torch's and transformers' value for a position that has no loss
 
 Value = list[Any]  # [digest, norm, sketch]; sketch: base64 of BUCKETS float64, little-endian
 
 
-def attach() -> None:
-    """Register the recorder's hooks with torch."""
+def attach(recorder: "Recorder | None" = None) -> None:
+    """Register the hooks of a recorder with torch; None: of one that the variables describe."""
     import torch
     from torch.nn.modules import module
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    recorder = Recorder(torch)
+    recorder = recorder or Recorder(torch, os.environ)
     module.register_module_module_registration_hook(recorder.on_registration)
     module.register_module_forward_pre_hook(recorder.before_forward)
     module.register_module_forward_hook(recorder.after_forward, with_kwargs=True, always_call=True)
@@ -98,12 +99,16 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Calls `attach` when the program has imported torch."""
 
     loader: Any = None  # torch's
+    searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch" or self not in sys.meta_path:
+        if name != "torch" or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec is not None and spec.loader is not None:
             self.loader, spec.loader = spec.loader, self
         return spec
@@ -112,6 +117,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
+        sys.meta_path.remove(self)  # not before: a program may look whether there is a torch, and import it later
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         with suppress(Exception):  # a torch that lacks a hook: the program goes on, and writes no file
@@ -135,14 +141,15 @@ class Recorder:
 
     Args:
         torch: the imported module.
+        variables: those of the table above.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, variables: Mapping[str, str]) -> None:
         self.torch = torch
-        self.folder = Path(os.environ["LOCKSTEP_TRACE"])
-        self.last = int(os.environ.get("LOCKSTEP_TRACE_STEPS", "20"))
-        self.wait = float(os.environ.get("LOCKSTEP_TRACE_WAIT", "0"))
-        self.flip = int(os.environ.get("LOCKSTEP_TRACE_FLIP", "0"))
+        self.folder = Path(variables["LOCKSTEP_TRACE"])
+        self.last = int(variables.get("LOCKSTEP_TRACE_STEPS", "20"))
+        self.wait = float(variables.get("LOCKSTEP_TRACE_WAIT", "0"))
+        self.flip = int(variables.get("LOCKSTEP_TRACE_FLIP", "0"))
         self.parents: Any = weakref.WeakKeyDictionary()  # module -> the modules that contain it
         self.sketcher = Sketcher(torch)
         self.begin()
@@ -158,7 +165,7 @@ class Recorder:
         self.step = 0
         self.stepping: Any = None  # the optimizer whose step is under way
         self.optimizers: list[Any] = []
-        self.pending: list[dict[str, Any]] = []  # forward passes since the last backward pass
+        self.pending: list[tuple[dict[str, Any], list[bool]]] = []  # passes; whether a gradient reached them
         self.now: dict[str, Any] = {"passes": [], "losses": [], "norms": []}
         self.written: dict[str, Any] = {}  # settings, as they were written last
 
@@ -232,13 +239,17 @@ class Recorder:
         if self.flip:
             self.flip_bits(root)
         kinds = Counter(type(each).__name__ for each in root.modules() if not any(True for _ in each.children()))
-        weights = {plain_name(name): value for name, value in root.named_parameters()}
+        weights = self.parameters(root)
         dtypes = Counter(str(value.dtype).removeprefix("torch.") for value in weights.values())
         state = {"class": type(root).__name__, "modules": kinds, "dtypes": dtypes}
         wrappers = [type(each).__name__ for each in root.modules() if type(each).__name__ in WRAPPERS]
         self.write(
             {"start": state | {"wrappers": wrappers, "weights": self.values(weights), "buffers": self.buffers()}}
         )
+
+    def parameters(self, root: Any) -> dict[str, Any]:
+        """Return the parameters of a module by their names without wrappers."""
+        return {plain_name(name): value for name, value in root.named_parameters()}
 
     def top(self, module: Any) -> Any:
         """Return the module that contains all modules that `module` is a part of."""
@@ -253,8 +264,9 @@ class Recorder:
             seen.add(id(module))
 
     def flip_bits(self, root: Any) -> None:
+        """Flip the last bit of weights."""
         torch = self.torch
-        kind = autocast_type(torch)
+        kind = self.computes_in()
         lowest = {"bfloat16": 16, "float16": 13}.get(kind or "", 0)  # the last bit that survives autocast, of float32
         integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}
         for value in root.parameters():
@@ -263,6 +275,10 @@ class Recorder:
                 bits = bits.view(-1)[:: self.flip] if bits.is_contiguous() else bits
                 last = 1 << (lowest if value.element_size() == 4 else 0)
                 bits.bitwise_xor_((bits != 0).to(bits.dtype) * last)  # zero has no last place
+
+    def computes_in(self) -> str | None:
+        """Return the type of autocast."""
+        return autocast_type(self.torch)
 
     def random_state(self) -> list[str]:
         """Return the digests of torch's random states."""
@@ -302,7 +318,11 @@ class Recorder:
             floating = [each for each in outputs if each.is_floating_point() and each.requires_grad]
             if floating:
                 made["outputs"] = self.sketcher.row_sketches(floating[0].detach())
-        self.pending.append(made)
+        differentiable = [each for _, each in tensors_in(torch, output) if each.requires_grad]
+        reached: list[bool] = [] if differentiable else [True]  # no hook can tell: it counts
+        for each in differentiable:
+            each.register_hook(lambda _: reached.append(True) if self.in_backward else None)
+        self.pending.append((made, reached))
 
     # --- backward passes ----------------------------------------------------------------------------------------------
 
@@ -313,16 +333,15 @@ class Recorder:
             tensors = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
             if len(tensors) == 1 and tensors[0].numel() == 1:
                 self.now["losses"].append(float(tensors[0].detach()))
-            training = [each for each in self.pending if each["training"]]
-            self.now["passes"] += training or self.pending  # else a validation without `no_grad` would count
             self.now["norms"].append([total(self.gradient_norms())])
-        self.pending = []
         self.in_backward = True
 
     def after_backward(self) -> None:
         self.in_backward = False
         if self.active() and self.now["norms"]:
             with self.recording():
+                self.now["passes"] += [made for made, reached in self.pending if reached]  # not those of a validation
+                self.pending = [each for each in self.pending if not each[1]]
                 norms = self.gradient_norms()
                 self.now["norms"][-1].append(total(norms))
                 self.now |= {"unclipped": norms, "clips": False}
@@ -378,8 +397,11 @@ class Recorder:
 
     def record_gradients(self, optimizer: Any) -> None:
         with self.recording():
-            gradients = {name: value.grad for name, value in self.named(optimizer).items() if value.grad is not None}
-            self.now["gradients"] = self.values(gradients)
+            self.now["gradients"] = self.values(self.gradients(optimizer))
+
+    def gradients(self, optimizer: Any) -> dict[str, Any]:
+        """Return the gradients of an optimizer's parameters, by name."""
+        return {name: value.grad for name, value in self.named(optimizer).items() if value.grad is not None}
 
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         if not self.active() or self.stepping is not optimizer:
@@ -396,6 +418,7 @@ class Recorder:
             line["unclipped"] = {name: norm for name, norm in line.get("unclipped", {}).items() if name in named}
             self.write(line | {"random": self.random_states_of_python()})
         self.now = {"passes": [], "losses": [], "norms": []}
+        self.pending = self.pending[-PENDING:]
         if self.step >= self.last and not self.over:
             with self.recording():
                 self.write({"done": True})

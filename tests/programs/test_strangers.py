@@ -18,7 +18,7 @@ from torch import nn
 from lockstep import load_weights
 from lockstep.errors import UserError
 from lockstep.job.evaluation import config_of
-from lockstep.programs.comparison.why import Recorded
+from lockstep.programs.sameness.folders import Recorded
 from lockstep.project import use_project_of
 
 TARGET = "lockstep.files.link_file"

@@ -1,6 +1,5 @@
 """Record planted programs in forks of this process: it has imported the libraries, so a run takes little time."""
 
-import json
 import os
 import runpy
 import shutil
@@ -9,6 +8,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +19,10 @@ import torch.optim.lr_scheduler
 import torch.utils.data.distributed
 
 from lockstep import trace
-from lockstep.programs.sameness.judging import Pair
-from lockstep.programs.sameness.recorded import Run, Side
-from lockstep.programs.sameness.verdict import Verdict, judge
+from lockstep.programs.sameness.recorded import Run, read_processes
+from lockstep.programs.sameness.running import flip_of
+from lockstep.programs.sameness.sides import compared
+from lockstep.programs.sameness.verdict import Verdict
 
 HERE = Path(__file__).parent
 STEPS = 8
@@ -35,26 +36,19 @@ def verdict_of(program: str, first: str, second: str, again: bool = True) -> Ver
         first, second: the arguments, with `ranks=2` first for two processes.
         again: whether each side is run twice.
     """
-    sides = []
-    for line in (first, second):
-        side = Side(line, record(program, line))
-        sides.append(side)
-    pair = Pair(*sides)
-    if pair.same_bits:
-        return judge(pair)
-    seconds = [record(program, side.name) if again else None for side in sides]
-    flipped = (record(program, first, flip=1),)
-    pair = Pair(Side(first, sides[0].run, seconds[0], flipped), Side(second, sides[1].run, seconds[1]))
-    more = iter((2, 3))
+    return compared(Planted(first, program), Planted(second, program), again)[0]
 
-    def witness() -> bool:
-        flip = next(more, 0)
-        if flip:
-            one = pair.one
-            pair.one = Side(first, one.run, one.again, (*one.flipped, record(program, first, flip)))
-        return bool(flip)
 
-    return judge(pair, witness)
+@dataclass
+class Planted:
+    """A program with its arguments: a side of `compared`."""
+
+    name: str  # the arguments
+    program: str
+    is_recorded = False
+
+    def run(self, kind: str) -> Run:
+        return record(self.program, self.name, flip_of(kind))
 
 
 def record(program: str, line: str, flip: int = 0) -> Run:
@@ -69,8 +63,7 @@ def record(program: str, line: str, flip: int = 0) -> Run:
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if any(codes):
             raise RuntimeError(f"{program} {line}: {folder.joinpath('error').read_text()}")
-        lines = [[json.loads(text) for text in path.read_text().splitlines()] for path in folder.glob("*.jsonl")]
-        return Run.of(lines, True)
+        return Run.of(read_processes(folder), True)
     finally:
         shutil.rmtree(folder)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -47,7 +48,7 @@ class FirstStepCheck(StepHook):
         Raises:
             StepRefused: the module breaks one of the rules.
         """
-        if self._done or step.number:
+        if self._done or step.number or os.environ.get("LOCKSTEP_TRACE"):  # `lockstep same` flips bits in a first pass
             return
         self._done = True
         if step.strategy.passes_communicate():

@@ -48,6 +48,11 @@ def record_signal(signum: int, frame: FrameType | None) -> None:
     pending_signals.append(signum)
 
 
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal: raise Interrupted, for a program that has to clean up."""
+    raise Interrupted(signum)
+
+
 def ignores_hangup(signum: int = signal.SIGHUP) -> bool:
     """Check whether `signum` is SIGHUP and this process ignores it, as under nohup."""
     return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN

@@ -23,9 +23,9 @@ names another.
 a column of the table and a line of the plot; combinations with a single value of lr are left out.
 
 Two run folders get no table: they are compared in detail, down to the bits of their weights. `--why` finds the first
-step and the first layer at which the two runs differ, and the cause.
+step at which the two runs differ, and the cause: it is `lockstep same` on two folders, with its exit codes.
 
-Exit codes: 0 compared, 2 bad input.
+Exit codes: 0 compared, 1 by `--why` different, 2 bad input.
 """
 
 import argparse
@@ -44,6 +44,7 @@ from lockstep.commands.sweeps import chooses_samples
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
 from lockstep.files import write
+from lockstep.programs import same
 from lockstep.programs.common.showing import markdown
 from lockstep.programs.comparison import noise, pair
 from lockstep.programs.comparison.folds import CrossValidation, cross_validations
@@ -81,10 +82,8 @@ def main(words: list[str]) -> int:
         if arguments.why:
             if len(arguments.runs) != 2:
                 raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
-            from lockstep.programs.comparison import why  # torch takes seconds
-
-            print(why.explain(*arguments.runs).text)
-        elif len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
+            return same.main([*map(str, arguments.runs)])
+        if len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
             print(pair.report(*arguments.runs))
         else:
             compare(arguments.runs, arguments.by, arguments.to)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from lockstep import exit_on_signal
 from lockstep.errors import UserError
+from lockstep.launch.signals import Interrupted
 from lockstep.programs.common.packages import check_packages
 from lockstep.project import LIBRARY, LIBRARY_PACKAGES, VARIABLE, project
 
@@ -68,9 +69,9 @@ def main() -> NoReturn:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted by SIGINT", file=sys.stderr)
-        code = 130
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
+        code = getattr(interrupted, "code", 130)
     sys.exit(code)
 
 

@@ -9,14 +9,10 @@ with exact=false and with exact=true, and also in two workers started as an engi
 By default layouts must agree up to rounding; under exact, bit for bit. It also runs controls, which are steps with a
 deliberate mistake. If the comparison does not detect a control, it proves nothing, and the verdict states this.
 
-The tolerance is measured. In three runs (yardsticks) the gradients are off by as many roundings as a step has pieces.
-They show how far such an error has grown on this model after each step. The tolerance at each step is ten times as
-much, and at least ten roundings of the weights for each step so far. It must be taken step by step: in small nets a
-rounding error shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps.
-From then on a comparison of weights detects no mistake.
-
-Weights whose gradient is only rounding are left out by default, and named: the true gradient of a bias before BatchNorm
-is zero, and AdamW makes whole steps of what rounding leaves of it. Under exact all bits count.
+The steps are recorded and judged as by `lockstep same`: what rounding does is measured, tensor by tensor and step by
+step, in further runs on one device with a flipped bit of each weight (yardsticks). In small nets a rounding error
+shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps. From then on a
+comparison by default detects no mistake. Under exact all bits count.
 
 `differences=true` measures what may differ between two runs (another number of pieces, precision, threads), and checks
 that the documented switch removes the difference.
@@ -52,10 +48,10 @@ from lockstep.errors import UserError, WorkerFailed
 from lockstep.guards import Finding
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.programs.common.training import check_one_machine
+from lockstep.programs.sameness.recorded import Side
 from lockstep.programs.trials import differences, features
-from lockstep.programs.trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
-from lockstep.programs.trials.record import YARDSTICKS, roundoff
-from lockstep.programs.trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
+from lockstep.programs.trials.judging import Row, explain, judge, measured, plot, rounding_of, table
+from lockstep.programs.trials.trial import YARDSTICKS, Outcome, Trial, layout_changes, run, shorten, with_counter
 from lockstep.report.summary import versions, write_summary
 from lockstep.text import plural
 
@@ -168,12 +164,12 @@ def judge_layouts(
     Raises:
         Different: a layout differs, or a control was not detected.
     """
-    rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
+    rows, text = compare(config, raw, steps, splits, folder / "trials")
     console = Console(width=170)
     console.print(table(rows))
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
-    plot(rows, tolerance, folder / "parity.png")
+    plot(rows, folder / "parity.png")
     console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
     text, passed = verdict(rows)
     if not passed:
@@ -203,19 +199,17 @@ def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
     return f"{'The layouts agree: ' * good}{layouts}; {mistakes}.", good
 
 
-def compare(
-    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
-) -> tuple[list[Row], Distances, str]:
+def compare(config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path) -> tuple[list[Row], str]:
     """Compare each trial with one device that has the same pieces and arithmetic.
 
     Returns:
-        the rows, the tolerance, and the text below the table.
+        the rows, and the text below the table.
     """
     rows: list[Row] = []
     first: dict[tuple[bool | str, int], Outcome] = {}  # on one device, by exact and by steps late
     usual = steps_late(raw)
-    tolerance: Distances | None = None
-    yardsticks: list[Distances] = []
+    side: Side | None = None
+    yardsticks: list[Outcome] = []
     findings: list[Finding] = []
     for number, (kind, trial) in enumerate(with_counter(trials(config, raw), "trial")):
         names = trial.name, ""
@@ -225,7 +219,7 @@ def compare(
             names = trial.name or title(layout), each(layout)
             outcome = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (UserError, WorkerFailed) as error:
-            if tolerance is None:
+            if side is None:
                 raise
             # These failures are expected: some layouts have no exact sum (SyncBatchNorm, compression), a pipeline needs
             # a sequential network, and a control may overflow.
@@ -236,18 +230,17 @@ def compare(
             continue
         default = outcome if kind == "late" else first.get((False, usual), outcome)
         reference = first.get(arithmetic, default)
-        row = judge(kind, names, outcome, reference, tolerance)
+        if kind == "yardstick":
+            yardsticks.append(outcome)
+            side = measured(reference, yardsticks)
+        row = judge(kind, names, outcome, reference, side or Side("", reference.run))
         findings += outcome.findings
         if any(each.is_refused(exact=True) for each in outcome.findings):
             row = replace(row, verdict=BROKEN, passed=False)
         rows.append(row)
         first.setdefault(arithmetic, outcome)
-        if kind == "yardstick":
-            yardsticks.append(distances(outcome, reference))
-            tolerance = allowed(yardsticks, roundoff(config.precision))
-    assert tolerance is not None
     rules = [f"A rule that the module breaks: {each.text}" for each in findings]
-    return rows, tolerance, "\n".join([explain(first[False, usual], tolerance), *rules])
+    return rows, "\n".join([explain(first[False, usual], rounding_of(rows)), *rules])
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -259,7 +252,7 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     everywhere = list(layouts(config, raw))
     one, others = everywhere[0] | default, everywhere[1:]
     planned = [("default", Trial("", one))]
-    planned += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
+    planned += [("yardstick", Trial(name, one, flip=flip)) for name, flip in YARDSTICKS.items()]
     two = layout_changes("ddp", 2, config.layout.pieces)
     engines = [two] if can_run({**raw, **two, **default}) else []
     planned += [("default", Trial("", layout | default)) for layout in others]

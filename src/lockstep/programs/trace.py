@@ -15,8 +15,9 @@ import shlex
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.launch.signals import ENDING, interrupt, signal_handler
 from lockstep.programs.common.parser import parser_of
-from lockstep.programs.same import add_limits
+from lockstep.programs.same import add_limits, limits
 from lockstep.text import plural
 
 
@@ -40,12 +41,12 @@ def main(words: list[str]) -> int:
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
     if not command:
         raise UserError(f"lockstep trace: no command: lockstep trace -o {chosen.output} -- python train.py")
-    from lockstep.programs.sameness.running import Limits, record
+    from lockstep.programs.sameness.running import record
 
     text = command[0] if len(command) == 1 else shlex.join(command)
-    limits = Limits(int(chosen.steps), float(chosen.timeout))
-    written = record(text, limits, ("run",) if chosen.once else ("run", "flipped"))
-    run = written.side().run
+    with signal_handler(interrupt, *ENDING):
+        written = record(text, limits(chosen), ("run",) if chosen.once else ("run", "flipped"))
+    run = written.run("run")
     written.save(chosen.output)
     size = chosen.output.stat().st_size / 1e6
     what = f"{plural(run.length, 'step')} of {plural(len(run.ranks), 'rank')}"

@@ -43,6 +43,11 @@ class View:
         return max(self.step, 1)
 
     @property
+    def shown(self) -> int:
+        """The number of that step since the runs began."""
+        return self.at + self.pair.start
+
+    @property
     def runs(self) -> tuple[Run, Run]:
         return self.pair.one.run, self.pair.other.run
 
@@ -151,7 +156,7 @@ def schedules(view: View) -> list[Cause]:
     ratio = ""
     if isinstance(mine, float) and isinstance(theirs, float) and mine:
         ratio = f", {theirs / mine:.4g} times"
-    since = "from the first step on" if view.step == 1 else f"from step {view.step} on"
+    since = "from the first step on" if view.shown == 1 else f"from step {view.shown} on"
     what = f"the learning rate of {_parameters(apart['lr'])} is {_show(theirs)}, not {_show(mine)}{ratio}, {since}"
     kind = "learning rate" if view.step == 1 else "schedule"
     change = "the learning rate" if view.step == 1 else "the schedule: its length, or when its step() is called"
@@ -274,9 +279,8 @@ def samples(view: View) -> list[Cause]:
     for side in (0, 1):
         period = _period(by_step[side])
         if period and _period(by_step[1 - side]) != period and at >= period:
-            what = (
-                f"{LABELS[side]} has the same order of samples in each epoch: step {view.at} repeats {view.at - period}"
-            )
+            what = f"{LABELS[side]} has the same order of samples in each epoch: step {view.shown} "
+            what += f"repeats {view.shown - period}"
             change = "call sampler.set_epoch(epoch) (DistributedSampler) before each epoch, or a generator that goes on"
             return [Cause("order of samples", what, change)]
     whole = [Counter[int]() for _ in (0, 1)]
@@ -296,7 +300,7 @@ def samples(view: View) -> list[Cause]:
         what = f"{LABELS[side]} loses {plural(abs(len(one) - len(other)), 'sample')} of this step"
         return [Cause("samples lost", what, "drop_last, and how the data set is divided among ranks")]
     if shared > 0.05:
-        what = f"the samples come in another order: step {view.at} has {len(one - other)} others of {counts[0]}"
+        what = f"the samples come in another order: step {view.shown} has {len(one - other)} others of {counts[0]}"
         return [Cause("order of samples", what, "shuffle, the sampler's seed, and set_epoch")]
     what = f"no sample of the first is one of the second in {plural(view.pair.length, 'step')}"
     return [Cause("samples", what, "the data, and the seed of shuffling and augmentation (workers have their own)")]
@@ -520,7 +524,7 @@ def scales(view: View) -> list[Cause]:
         short = 0 if passes[0] < usual[0] else 1
         if passes[short] < usual[short]:
             what = (
-                f"step {view.step} of {LABELS[short]} has {passes[short]} of {usual[short]} micro-batches, and not "
+                f"step {view.shown} of {LABELS[short]} has {passes[short]} of {usual[short]} micro-batches, and not "
                 f"their weight: gradients are {value:.4g} times as large"
             )
             change = "divide the loss by the micro-batches that a step really has, and step after the last one"

@@ -41,10 +41,15 @@ class Apart:
 
 @dataclass
 class Pair:
-    """Two sides, and the names of their parameters beside one another."""
+    """Two sides, and the names of their parameters beside one another.
+
+    Attributes:
+        start: the step before the first one that is recorded. It counts in what is shown only.
+    """
 
     one: Side
     other: Side
+    start: int = 0
     names: dict[str, str] = field(init=False)  # of the first side -> of the second one
 
     def __post_init__(self) -> None:
@@ -143,14 +148,17 @@ class Pair:
 
     def measured(self, stage: str, step: int) -> dict[str, float]:
         """Return the largest distance of each tensor, up to a step, in the runs that measure rounding."""
-        key = ("measured", stage, step)
+        return self._measured(stage, step + AHEAD if step > self.begins else step)  # rounding begins small
+
+    def _measured(self, stage: str, last: int) -> dict[str, float]:
+        key = ("measured", stage, last)
         if key not in self._cache:
-            sizes: dict[str, float] = {}
+            first_step = int(stage not in STATE)
+            sizes = dict(self._measured(stage, last - 1)) if last > first_step else {}
             other_names = {theirs: mine for mine, theirs in self.names.items()}
             for run, changed, first in self.measures:
-                last = step + AHEAD if step > self.begins else step  # rounding begins small
-                for at in range(int(stage not in STATE), min(last, run.length, changed.length) + 1):
-                    for name, value in run_distances(run, changed, stage, at).items():
+                if first_step <= last <= min(run.length, changed.length):
+                    for name, value in run_distances(run, changed, stage, last).items():
                         mine = name if first else other_names.get(name, name)
                         sizes[mine] = max(sizes.get(mine, 0.0), value)
             self._cache[key] = sizes

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -304,20 +305,30 @@ class Written:
         content = {"lockstep trace": FORMAT, "command": self.command, "runs": self.runs, "ended": self.ended}
         write(path, gzip.compress(json.dumps(content).encode(), 6, mtime=0))
 
-    def side(self, name: str | None = None) -> Side:
-        """Return the runs.
+    def run(self, kind: str, name: str | None = None) -> Run:
+        """Return a run.
 
         Raises:
             UserError: the lines are not the recorder's.
         """
         try:
-            runs = {key: Run.of(lines, bool(self.ended[key])) for key, lines in self.runs.items()}
-            flipped = tuple(run for key, run in runs.items() if key.startswith("flipped"))
-            return Side(name or self.command, runs["run"], runs.get("again"), flipped)
+            return Run.of(self.runs[kind], bool(self.ended[kind]))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, binascii.Error) as error:
             raise UserError(
                 f"{name or self.command}: not a trace that this version can read: record it again"
             ) from error
+
+
+def read_processes(folder: Path) -> list[Lines]:
+    """Return what the recorder has written into a folder: the lines of each process."""
+    processes = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines: Lines = []
+        for text in path.read_text().splitlines():
+            with suppress(ValueError):  # a process that was killed while it wrote
+                lines.append(json.loads(text))
+        processes.append(lines)
+    return processes
 
 
 def read(path: Path) -> Written:

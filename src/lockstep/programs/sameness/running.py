@@ -18,7 +18,7 @@ from typing import IO
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.programs.sameness.recorded import Lines, Written
+from lockstep.programs.sameness.recorded import Lines, Written, read_processes
 from lockstep.text import plural
 
 PACKAGE = Path(lockstep.__file__).parent
@@ -53,14 +53,13 @@ def record(command: str, limits: Limits, runs: tuple[str, ...] = ("run",)) -> Wr
     """
     written = Written(command, {}, {})
     for name in runs:
-        more(written, limits, name)
+        written.runs[name], written.ended[name] = _run(command, limits, flip_of(name))
     return written
 
 
-def more(written: Written, limits: Limits, name: str) -> None:
-    """Run the command of a trace once more, under another name, and add what it did."""
-    flip = int(name.partition(" ")[2] or 1) if name.startswith("flipped") else 0
-    written.runs[name], written.ended[name] = _run(written.command, limits, flip)
+def flip_of(name: str) -> int:
+    """Return of which elements of each weight a run flips a bit: of every so manyth; 0: of none."""
+    return int(name.partition(" ")[2] or 1) if name.startswith("flipped") else 0
 
 
 def _run(command: str, limits: Limits, flip: int) -> tuple[list[Lines], bool]:
@@ -159,11 +158,7 @@ def _lines(command: str, folder: Path, outcome: Outcome) -> list[Lines]:
         UserError: none did, or the program failed.
     """
     processes, taken = [], []
-    for path in sorted(folder.glob("*.jsonl")):
-        lines: Lines = []
-        for text in path.read_text().splitlines():
-            with suppress(ValueError):  # a process that was killed while it wrote
-                lines.append(json.loads(text))
+    for lines in read_processes(folder):
         steps = sum("step" in line for line in lines)
         if steps:
             processes.append(lines)

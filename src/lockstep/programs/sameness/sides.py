@@ -1,16 +1,63 @@
-"""Get the runs of both sides, from command lines and trace files, as far as the verdict needs them."""
+"""Get the runs of both sides, as far as the verdict needs them: of commands, of trace files, of whatever can be run."""
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from lockstep.errors import UserError
 from lockstep.programs.sameness.judging import Pair
-from lockstep.programs.sameness.recorded import Written, read
-from lockstep.programs.sameness.running import Limits, more, record
+from lockstep.programs.sameness.recorded import Run, Side, read
+from lockstep.programs.sameness.running import Limits, record
 from lockstep.programs.sameness.verdict import Verdict, judge
 
 FLIPPED = ("flipped", "flipped 2", "flipped 3")
+
+
+class Program(Protocol):
+    """A side: what can be run, or was recorded.
+
+    Attributes:
+        name: what its user calls it.
+        is_recorded: whether its runs are there, and no other can be made.
+    """
+
+    name: str
+    is_recorded: bool
+
+    def run(self, kind: str) -> Run | None:
+        """Return a run: `run`, `again`, or one of FLIPPED; None if there is none."""
+
+
+@dataclass
+class Command:
+    """A command line, which is run."""
+
+    name: str
+    limits: Limits
+    announce: Callable[[str], object]
+    is_recorded = False
+
+    def run(self, kind: str) -> Run:
+        """Run the command; for what it raises see `record`."""
+        why = ", with a bit of each weight flipped" if kind in FLIPPED else ""
+        self.announce(f"running {self.name}{'' if kind == 'run' else ' again'}{why}")
+        return record(self.name, self.limits, (kind,)).run(kind)
+
+
+class TraceFile:
+    """A trace file, which is read."""
+
+    is_recorded = True
+
+    def __init__(self, name: str, announce: Callable[[str], object]) -> None:
+        announce(f"reading {name}")
+        self.name, self.written = name, read(Path(name))
+
+    def run(self, kind: str) -> Run | None:
+        """Return a run of the file."""
+        return self.written.run(kind, self.name) if kind in self.written.runs else None
 
 
 def compare(
@@ -27,51 +74,60 @@ def compare(
     Raises:
         UserError: see `record` and `read`.
     """
-    texts = first, second
-    traces = [_is_trace(text) for text in texts]
-    written: list[Written] = []
-    for text, trace in zip(texts, traces, strict=True):
-        announce(f"{'reading' if trace else 'running'} {text}")
-        written.append(read(Path(text)) if trace else record(text, limits))
-    pair = Pair(*(each.side(text) for each, text in zip(written, texts, strict=True)))
+    one, other = (
+        TraceFile(text, announce) if _is_trace(text) else Command(text, limits, announce) for text in (first, second)
+    )
+    return compared(one, other, twice)[0]
+
+
+def compared(one: Program, other: Program, twice: bool = True, start: int = 0) -> tuple[Verdict, Pair]:
+    """Return the verdict on two sides, and their runs. They are run once more, and with flipped bits, if bits differ.
+
+    Args:
+        one, other: the sides.
+        twice: whether each is run a second time.
+        start: the step before the first one that is recorded.
+    """
+    programs = one, other
+    pair = Pair(Side(one.name, _run(one)), Side(other.name, _run(other)), start)
     if pair.same_bits:
-        return judge(pair)
-
-    def run_again(number: int, name: str) -> None:
-        announce(f"running {texts[number]} again{_why(name)}")
-        more(written[number], limits, name)
-
-    if not traces[0] and "flipped" not in written[0].runs:
-        run_again(0, "flipped")
-    elif traces[0] and not traces[1] and "flipped" not in written[0].runs:
-        run_again(1, "flipped")
-    for number in (0, 1):
-        if twice and not traces[number]:
-            run_again(number, "again")
-    if not any(name.startswith("flipped") for each in written for name in each.runs):
-        raise UserError(f"{first}: it has no run that measures rounding: record it with lockstep trace, without --once")
-    witnesses = _witnesses(traces)
+        return judge(pair), pair
+    sides = [pair.one, pair.other]
+    for number, each in enumerate(programs):
+        if each.is_recorded or not any(side.flipped for side in sides):
+            flipped = tuple(run for kind in FLIPPED[: 3 if each.is_recorded else 1] if (run := each.run(kind)))
+            sides[number] = replace(sides[number], flipped=flipped)
+    for number, each in enumerate(programs):
+        if twice:
+            sides[number] = replace(sides[number], again=each.run("again"))
+    if not any(side.flipped for side in sides):
+        raise UserError(
+            f"{one.name}: it has no run that measures rounding: record it with lockstep trace, without --once"
+        )
+    witnesses = _witnesses(programs)
 
     def witness() -> bool:
-        number, name = next(witnesses, (0, ""))
-        if name:
-            run_again(number, name)
-            sides = [each.side(text) for each, text in zip(written, texts, strict=True)]
+        number, run = next(witnesses, (0, None))
+        if run is not None:
+            sides[number] = replace(sides[number], flipped=(*sides[number].flipped, run))
             pair.one, pair.other = sides
-        return bool(name)
+        return run is not None
 
-    pair.one, pair.other = (each.side(text) for each, text in zip(written, texts, strict=True))
-    return judge(pair, witness)
-
-
-def _witnesses(traces: list[bool]) -> Iterator[tuple[int, str]]:
-    for number, trace in enumerate(traces):
-        if not trace:
-            yield from ((number, name) for name in FLIPPED[1:])
+    pair.one, pair.other = sides
+    pair.forget()
+    return judge(pair, witness), pair
 
 
-def _why(name: str) -> str:
-    return ", with a bit of each weight flipped" if name.startswith("flipped") else ""
+def _run(program: Program) -> Run:
+    run = program.run("run")
+    assert run is not None
+    return run
+
+
+def _witnesses(programs: tuple[Program, Program]) -> Iterator[tuple[int, Run | None]]:
+    for number, each in enumerate(programs):
+        if not each.is_recorded:
+            yield from ((number, each.run(kind)) for kind in FLIPPED[1:])
 
 
 def _is_trace(text: str) -> bool:

@@ -59,7 +59,7 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
         line = f"same bits over {plural(pair.length, 'step')}"
         return Verdict(0, line, notes=notes, rows=rows(pair))
     selves = [(side, differs_from_itself(side)) for side in (pair.one, pair.other)]
-    notes[:0] = [_itself(number, side, at) for number, (side, at) in enumerate(selves) if at is not None]
+    notes[:0] = [_itself(pair.start, number, side, at) for number, (side, at) in enumerate(selves) if at is not None]
     unsteady = [_unlike(side) for side in (pair.one, pair.other)]
     if any(unsteady):
         return _unsteady(pair, unsteady, notes)
@@ -78,7 +78,7 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
         return _shorter(pair, notes)
     if step is None:
         return Verdict(0, _rounding_line(pair), notes=_unseen(pair) + notes, rows=rows(pair))
-    return Verdict(1, _line(pair, step, named), step, named, notes, rows(pair))
+    return Verdict(1, _line(pair, step), step + pair.start, named, notes, rows(pair))
 
 
 def _unlike(side: Side) -> str | None:
@@ -104,21 +104,21 @@ def _named(named: list[Cause]) -> bool:
     return any(cause.kind not in ("not named", "update", "buffers", "network") for cause in named)
 
 
-def _itself(number: int, side: Side, at: int) -> str:
-    where = "in its initial state" if at == 0 else f"from step {at} on"
+def _itself(start: int, number: int, side: Side, at: int) -> str:
+    where = "in its initial state" if at == 0 else f"from step {at + start} on"
     far = Pair(side, Side(side.name, side.again or side.run))
     size = max(far.largest(stage, max(at, 1)) for stage in SHOWN)
     return f"the {ORDINALS[number]} program differs from itself {where}, by {size:.0e} of the size"
 
 
 def _rounding_line(pair: Pair) -> str:
-    last = pair.length
+    last, start = pair.length, pair.start
     begins = next((step for step in range(1, last + 1) if pair.largest("gradients", step)), last)
     ours, measured = pair.largest("weights", last), pair.largest_rounding("weights", last)
     return (
         f"same up to rounding over {plural(last, 'step')}: gradients differ by {pair.largest('gradients', begins):.0e} "
-        f"of their size at step {begins}, weights by {ours:.0e} at step {last}; one flipped bit of each weight makes "
-        f"{pair.largest_rounding('gradients', begins):.0e} and {measured:.0e}"
+        f"of their size at step {begins + start}, weights by {ours:.0e} at step {last + start}; one flipped "
+        f"bit of each weight makes {pair.largest_rounding('gradients', begins):.0e} and {measured:.0e}"
     )
 
 
@@ -129,8 +129,8 @@ def _unseen(pair: Pair) -> list[str]:
     if first is None:
         return []
     return [
-        f"rounding alone changes the gradients by more than {HIDES:.0%} from step {first} on, which hides what else "
-        "differs there: compare with a smaller learning rate, or in float64"
+        f"rounding alone changes the gradients by more than {HIDES:.0%} from step {first + pair.start} on, "
+        "which hides what else differs there: compare with a smaller learning rate, or in float64"
     ]
 
 
@@ -140,11 +140,11 @@ def _shorter(pair: Pair, notes: list[str]) -> Verdict:
     line = f"different: the {side} program takes {plural(few, 'step')}, the other one {many} or more"
     what = f"the {side} program ends after {plural(few, 'step')}; those are the same in both"
     cause = Cause("number of steps", what, "epochs, drop_last, and how the samples are divided among ranks")
-    return Verdict(1, line, few + 1, [cause], notes, rows(pair))
+    return Verdict(1, line, few + 1 + pair.start, [cause], notes, rows(pair))
 
 
-def _line(pair: Pair, step: int, named: list[Cause]) -> str:
-    where = "before the first step" if step == 0 else f"from step {step}"
+def _line(pair: Pair, step: int) -> str:
+    where = f"from step {step + pair.start}" if step or pair.start else "before the first step"
     return f"different {where}: {_what(pair, step)}"
 
 
@@ -224,7 +224,7 @@ def rows(pair: Pair) -> list[dict[str, Any]]:
     """Return a row for each step: losses, distances, what rounding does."""
     result = []
     for step in range(1, pair.length + 1):
-        row: dict[str, Any] = {"step": step}
+        row: dict[str, Any] = {"step": step + pair.start}
         row["losses"] = [run.loss(step) for run in (pair.one.run, pair.other.run)]
         for stage in SHOWN:
             row[stage] = pair.largest(stage, step)

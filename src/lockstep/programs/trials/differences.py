@@ -11,13 +11,15 @@ from typing import Any
 
 from lockstep.config.check import Config
 from lockstep.data import Splits
-from lockstep.programs.trials.trial import Outcome, Trial, difference, layout_changes, run, with_counter
+from lockstep.programs.sameness.judging import Pair
+from lockstep.programs.sameness.recorded import Side
+from lockstep.programs.trials.trial import Outcome, Trial, layout_changes, run, with_counter
 
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Pair:
+class Configs:
     """Two configs that differ in one thing, and the same two with the switch that removes it."""
 
     name: str
@@ -29,10 +31,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Effect:
-    """The difference of two runs.
-
-    `weights` is relative (norms, the largest of all tensors); `accuracy` is in percentage points.
-    """
+    """The difference of two runs: of the weights as a share of their size, and of the accuracy in percentage points."""
 
     same_bits: bool
     weights: float
@@ -42,7 +41,7 @@ class Effect:
         return "same bits" if self.same_bits else f"{self.weights:.0e}, {self.accuracy:+.2f}"
 
 
-def pairs(config: Config, model: Changes) -> list[Pair]:
+def pairs(config: Config, model: Changes) -> list[Configs]:
     """Return the pairs for a model. All other keys are the same, and a step has the config's pieces."""
     pieces = config.layout.pieces
     common = {"exact": True, "threads": 1, "precision": "32-true"}
@@ -55,11 +54,13 @@ def pairs(config: Config, model: Changes) -> list[Pair]:
         what, switch, without = f"{what}, dropout", "`model.dropout=0`", one | {"model": model | {"dropout": 0.0}}
     default = {"exact": False}
     return [
-        Pair("order of summation (1 device, ddp on 2)", one | default, two | default, "`exact=true`", (one, two)),
-        Pair(what, one, one | halves, switch, (without, without | halves) if without else None),
-        Pair("`precision=bf16-mixed`", one, one | {"precision": "bf16-mixed"}, "`precision=32-true`"),
-        Pair("2 CPU threads in a worker", one, one | {"threads": 2}, "`threads=1`, as `exact=true` sets", (one, two)),
-        Pair("for scale: another seed", one, one | {"seed": config.seed + 1}),
+        Configs("order of summation (1 device, ddp on 2)", one | default, two | default, "`exact=true`", (one, two)),
+        Configs(what, one, one | halves, switch, (without, without | halves) if without else None),
+        Configs("`precision=bf16-mixed`", one, one | {"precision": "bf16-mixed"}, "`precision=32-true`"),
+        Configs(
+            "2 CPU threads in a worker", one, one | {"threads": 2}, "`threads=1`, as `exact=true` sets", (one, two)
+        ),
+        Configs("for scale: another seed", one, one | {"seed": config.seed + 1}),
     ]
 
 
@@ -78,7 +79,8 @@ def measure(
     def effect(one: Changes, other: Changes) -> Effect:
         a, b = outcome(one), outcome(other)
         points = 100 * (b.metrics.get("test/acc", 0.0) - a.metrics.get("test/acc", 0.0))
-        return Effect(a.sha256 == b.sha256, difference(b.weights, a.weights), points)
+        pair = Pair(Side("", a.run), Side("", b.run))
+        return Effect(a.sha256 == b.sha256, pair.largest("weights", pair.length), points)
 
     rows = []
     lines = ["| what differs | other bits | weights | accuracy, points | removed by | what is then left |"]

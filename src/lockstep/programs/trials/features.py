@@ -15,9 +15,8 @@ from rich.table import Table
 
 from lockstep.config.check import check
 from lockstep.data import Splits
-from lockstep.programs.trials.judging import Row, allowed, distances, evaluation, judge
-from lockstep.programs.trials.record import YARDSTICKS, roundoff
-from lockstep.programs.trials.trial import FULL_STEPS, Outcome, Trial, layout_changes, run, with_counter
+from lockstep.programs.trials.judging import Row, evaluation, judge, measured
+from lockstep.programs.trials.trial import FULL_STEPS, YARDSTICKS, Outcome, Trial, layout_changes, run, with_counter
 
 Changes = dict[str, Any]
 Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # overrides -> config and data
@@ -35,7 +34,7 @@ COLUMNS = {
     "without": "control: without it",
     "by rank": "control: by rank",
 }
-# The fault of a rank that uses its own samples instead of the step's (see trials.record), by the start of an override.
+# The fault of a rank that uses its own samples instead of the step's (see trials.faults), by the start of an override.
 BY_RANK = {
     "callbacks=ema": "decayed",
     "model.class_weights": "weighted",
@@ -61,29 +60,30 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     layouts = {name: layout_changes(strategy, devices, pieces) for name, (strategy, devices) in LAYOUTS.items()}
     made = 0
 
-    def outcome(name: str, fault: str | None = None, exact: bool = False, killed_on: str | None = None) -> Outcome:
+    def outcome(
+        name: str, fault: str | None = None, exact: bool = False, killed_on: str | None = None, flip: int = 0
+    ) -> Outcome:
         nonlocal made
         made += 1
         first_layout = layouts[killed_on] | {"exact": exact} if killed_on else None
-        trial = Trial(name, layouts[name] | {"exact": exact}, fault, whole=True, first_layout=first_layout)
+        trial = Trial(name, layouts[name] | {"exact": exact}, fault, flip, whole=True, first_layout=first_layout)
         return run(trial, raw, steps, splits, folder / f"{made:02d}")
 
     one, two, three, dp = layouts
     reference, exact = outcome(one), outcome(one, exact=True)
-    yardsticks = [distances(outcome(one, fault), reference) for fault in YARDSTICKS]
-    tolerance = allowed(yardsticks, roundoff(reference.config.precision))
-    rows = [judge("default", (name, ""), outcome(name), reference, tolerance) for name in (two, three, dp)]
-    rows += [judge("exact", (name, ""), outcome(name, exact=True), exact, tolerance) for name in (two, three, dp)]
+    side = measured(reference, [outcome(one, flip=flip) for flip in YARDSTICKS.values()])
+    rows = [judge("default", (name, ""), outcome(name), reference, side) for name in (two, three, dp)]
+    rows += [judge("exact", (name, ""), outcome(name, exact=True), exact, side) for name in (two, three, dp)]
     resumed = outcome(dp, exact=True, killed_on=three)
     same = resumed.sha256 == exact.sha256 and evaluation(resumed) == evaluation(exact)
     rows.append(Row("resumed", dp, "", "same bits" if same else "DIFFERENT", same, same_bits=same))
     if not any(override.startswith("model=") for override in overrides):
         without, bare = prepared([])
         plain = run(Trial("", layouts[one], whole=True), without, steps, bare, folder / "without")
-        rows.append(replace(judge("control", (one, ""), plain, reference, tolerance), kind="without"))
+        rows.append(replace(judge("control", (one, ""), plain, reference, side), kind="without"))
     for word, fault in BY_RANK.items():
         if any(override.startswith(word) for override in overrides):
-            row = judge("control", (two, ""), outcome(two, fault), reference, tolerance)
+            row = judge("control", (two, ""), outcome(two, fault), reference, side)
             rows.append(replace(row, kind="by rank"))
     return rows
 
@@ -102,5 +102,5 @@ def _cell(rows: Sequence[Row]) -> str:
         return f"[bold red]{wrong.layout}: {wrong.verdict}[/]"
     text = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
     if text == "same to rounding":
-        text += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
+        text += f", {max(row.distances['weights'] for row in rows):.0e}"
     return f"[green]{text}[/]"

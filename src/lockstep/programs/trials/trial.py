@@ -1,4 +1,4 @@
-"""Run a trial: a few optimizer steps on one layout, recorded to the bit.
+"""Run a trial: a few optimizer steps on one layout, recorded as `lockstep same` records any program.
 
 Each trial is a run of train.py with one additional callback, which records it. This process forks, so it must not
 compute with torch: it reads and compares the records with numpy.
@@ -15,9 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from hydra.core.hydra_config import HydraConfig
-from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from lockstep.config.arguments import overridden_keys
@@ -31,13 +29,17 @@ from lockstep.launch.environment import export
 from lockstep.launch.parent import launch
 from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
 from lockstep.programs.common.training import train_quietly
-from lockstep.programs.trials.record import FILE, KILLED
+from lockstep.programs.sameness.recorded import Run
+from lockstep.programs.sameness.training import read_run
+from lockstep.programs.trials.faults import KILLED
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
 # an error in the short one.
 FULL_STEPS = 2
+RECORDS = "records"  # the folder of the recorder's files, in a trial's
+# Further runs of the reference, which measure what rounding does, and of which elements of each weight they flip a bit.
+YARDSTICKS = {"1 device again": 0, "one flipped bit of each weight": 1, "of every second": 2, "of every third": 3}
 HARMLESS = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
-Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
@@ -47,8 +49,8 @@ class Trial:
 
     Attributes:
         changes: changes to the config.
-        fault: a deliberate fault (see trials/record.py). It checks the program itself, which must report a difference;
-            the faults of YARDSTICKS instead measure how large differences by rounding are.
+        fault: a deliberate fault (see trials/faults.py). It checks the program itself, which must report a difference.
+        flip: of each weight, the last bit of every so manyth element is flipped before the first step; 0: none.
         whole: also validate, and keep the callbacks that may change training (all but HARMLESS).
         first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
             its last checkpoint.
@@ -59,6 +61,7 @@ class Trial:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
+    flip: int = 0
     whole: bool = False
     first_layout: Mapping[str, Any] | None = None
     by_engine: bool = False
@@ -73,29 +76,14 @@ class Outcome:
         config: the checked config.
         sha256: hash of weights and buffers at the end, as in summary.json.
         metrics: the metrics of the test, and of the validation if the trial validates.
-        samples: a hash of the sample ids of every piece of every step.
-        losses: mean loss of each step's samples, float64 [steps].
-        probes: single weights after each step, about trials.record.PROBES of them, [steps, probes].
-        sensitive: kinds of layers whose result depends on how a step is cut into pieces: BatchNorm, dropout.
-        weights, buffers: the values at the end, by name.
-        gradients: the gradients of the last step, before clipping, by name.
-        rounding: the elements of each weight whose gradient was only rounding at some step, bool, by name.
-        rounding_probes: the same of `probes`, bool [probes].
+        run: what was recorded of its steps.
         findings: what the first step's check has found in the module, if the trial is judged.
     """
 
     config: Config
     sha256: str
     metrics: dict[str, float]
-    samples: str
-    losses: NDArray[Any]
-    probes: NDArray[Any]
-    sensitive: list[str]
-    weights: Tensors
-    buffers: Tensors
-    gradients: Tensors
-    rounding: Tensors
-    rounding_probes: NDArray[Any]
+    run: Run
     findings: Sequence[Finding] = ()
 
 
@@ -131,44 +119,51 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
         UserError: the trial's config is not valid.
         WorkerFailed: the trial failed.
     """
-    config = _config(trial, raw, steps, trial.changes, trial.fault)
+    config = _config(trial, raw, steps, trial.changes, trial.fault, folder)
     folder.mkdir(parents=True)
     if not trial.whole:
         splits = replace(splits, val=None)
     if trial.first_layout is not None:
-        first_config = _config(trial, raw, steps, trial.first_layout, KILLED)
+        first_config = _config(trial, raw, steps, trial.first_layout, KILLED, folder)
         with suppress(WorkerFailed):
             _launch(first_config, splits, folder)
             raise AssertionError("the trial was not killed")
         if not (folder / "checkpoints" / "last.ckpt").exists():
             raise WorkerFailed("killed before its first checkpoint")
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
-    record: dict[str, Any] = {name: {} for name in ("weights", "buffers", "gradients", "rounding", "about")}
-    with np.load(folder / FILE) as arrays:
-        for key in arrays:
-            section, _, name = key.partition("/")
-            record[section][name] = arrays[key]
     findings = read_findings(folder) if trial.judged else ()
+    outcome = Outcome(config, summary["weights_sha256"], summary["metrics"], read_run(folder / RECORDS), findings)
     shutil.rmtree(folder)
-    about: dict[str, Any] = record.pop("about")
-    about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
-    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **record, findings=findings)
+    return outcome
 
 
-def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None) -> Config:
+def _config(
+    trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None, folder: Path
+) -> Config:
     common: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
     layout = check({**raw, **changes}).layout
-    record = {
-        "_target_": "lockstep.programs.trials.record.Record",
-        "pieces": layout.pieces,
-        "batch_size": layout.batch_size,
+    more: dict[str, Any] = {
+        "record": {
+            "_target_": "lockstep.programs.sameness.training.Record",
+            "folder": str(folder / RECORDS),
+            "steps": steps,
+            "flip": trial.flip,
+            "result": trial.whole,
+        }
     }
+    if fault is not None:
+        more["fault"] = {
+            "_target_": "lockstep.programs.trials.faults.Fault",
+            "pieces": layout.pieces,
+            "batch_size": layout.batch_size,
+            "fault": fault,
+        }
     callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
     if trial.first_layout is not None:
-        callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
+        more["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
     if trial.judged:
-        callbacks["findings"] = {"_target_": "lockstep.guards.first_step.CollectFindings"}
-    changed = {**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}}
+        more["findings"] = {"_target_": "lockstep.guards.first_step.CollectFindings"}
+    changed = {**raw, **common, **changes, "callbacks": {**callbacks, **more}}
     overridden = overridden_keys() if HydraConfig.initialized() else []  # what the user has set counts as in train.py
     return check(changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *changes}])
 
@@ -229,27 +224,3 @@ def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
             end = "\n" if number == len(items) else ""
             print(f"\r{label} {number}/{len(items)} ", end=end, file=sys.stderr, flush=True)
         yield item
-
-
-def difference(tensors: Tensors, reference: Tensors, left_out: Tensors | None = None) -> float:
-    """Return the largest relative difference of any tensor: norm of its difference over norm of its reference.
-
-    Elements that are true in `left_out` are not compared.
-
-    The divisor is at least a thousandth of the norm of all reference tensors together. The gradient of a bias before
-    BatchNorm, for example, is zero except for rounding, so a difference relative to its own norm means nothing.
-    """
-    if left_out:
-        tensors, reference = (
-            {name: np.where(left_out.get(name, False), 0, tensor) for name, tensor in side.items()}
-            for side in (tensors, reference)
-        )
-    norms = {name: norm(tensor) for name, tensor in reference.items()}
-    smallest = max(1e-3 * float(np.sqrt(sum(value**2 for value in norms.values()))), 1e-300)
-    distances = {name: norm(tensors[name] - tensor.astype(np.float64)) for name, tensor in reference.items()}
-    return max((distances[name] / max(norms[name], smallest) for name in norms), default=0.0)
-
-
-def norm(values: NDArray[Any]) -> float:
-    """Return the Euclidean norm. numpy computes it without BLAS, which would start threads in a process that forks."""
-    return float(np.sqrt(np.square(values, dtype=np.float64).sum()))
