@@ -51,10 +51,6 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
             An opener that splits the data itself takes `val_fraction` and `split_seed`; with folds `val_fraction` is 0.
         known_classes: the classes of a checkpoint that is to be tested, for an opener that takes `known_classes`. It
             then keeps their order, if they are those of the data.
-
-    Raises:
-        UserError: data are missing, incomplete or damaged, or an option is out of range; or a class has images for the
-            validation or the test, and none for the training.
     """
     group = check_data("data", config)
     folding = chosen_fold(group)
@@ -131,9 +127,6 @@ def _open_source(options: Mapping[str, Any], **offers: Any) -> Source:
     Args:
         options: `_target_` and the opener's own options.
         offers: arguments for an opener that takes them; a LightningDataModule's random numbers get `split_seed`.
-
-    Raises:
-        UserError: the opener fails, or returns something else.
     """
     source = instantiate("data", options, **offers)
     if isinstance(source, pl.LightningDataModule):
@@ -174,11 +167,7 @@ def training_weights(source: Source, train: Any) -> Weights | None:
 
 
 def refuse_untrained_classes(source: Source) -> None:
-    """Refuse data in which a class has images for the validation or the test, and none for the training.
-
-    Raises:
-        UserError: there is such a class. If the labels are unknown without making samples, none is found.
-    """
+    """Refuse data in which a class has images for the validation or the test, and none for the training."""
     if source.spec.task != "classification":
         return
     counts = {}
@@ -202,9 +191,6 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
 
     Args:
         alpha: `data.mix_alpha`, the parameter of the beta distribution; None: 1.
-
-    Raises:
-        UserError: an option is out of range, or the data set's samples can't be mixed.
     """
     if name is None:
         if alpha is not None:
@@ -276,9 +262,6 @@ def hold_out(
 
     Returns:
         `(train, val)`; `val` is None if `fraction` is 0.
-
-    Raises:
-        UserError: no training sample would remain, or `val_candidates` has another length.
     """
     if not fraction:
         return dataset, None
@@ -308,9 +291,6 @@ def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any,
     Args:
         val_ids: numbers of the samples for validation, sorted.
         val_candidates: as of `hold_out`.
-
-    Raises:
-        UserError: `val_candidates` has another length.
     """
     samples = len(dataset)
     if val_candidates is None:
@@ -344,9 +324,6 @@ def validation_fold(dataset: Any, spec: Spec, folds: int, fold: int, seed: int) 
     """Return the ids of the samples of a fold, sorted, and a line about it for the log.
 
     If the labels are unknown without making samples, the folds are chosen by the hash alone, and the line states it.
-
-    Raises:
-        UserError: a class has fewer samples than there are folds.
     """
     stratified = ", each class alike"
     try:

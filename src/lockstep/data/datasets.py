@@ -123,9 +123,6 @@ def labels_of(dataset: Any) -> Ids:
 
     They are the attribute `labels` or `targets`, the second tensor of a TensorDataset, or those of the data sets inside
     a Subset or a ConcatDataset.
-
-    Raises:
-        UserError: there is no such attribute, or it is not one whole number for each sample.
     """
     for values in _candidates(dataset, "labels", "targets"):
         labels = _array(values)
@@ -142,12 +139,7 @@ def labels_of(dataset: Any) -> Ids:
 
 
 def read_labels(dataset: Any) -> Ids:
-    """Return the labels of all samples, int64 [n]: as `labels_of` does, or else from the samples, one after the other.
-
-    Raises:
-        UserError: a sample has no label that is a whole number, an attribute has other labels than the samples, or
-            reading them would take more than READING_SECONDS.
-    """
+    """Return the labels of all samples, int64 [n]: as `labels_of` does, or else from the samples themselves."""
     try:
         labels = labels_of(dataset)
     except UserError as unknown:
@@ -212,9 +204,6 @@ def checked_weights(values: Any, count: int, name: str) -> Weights:
         values: an array, a tensor or a list.
         count: number of samples.
         name: what the weights are, for messages.
-
-    Raises:
-        UserError: they are not one finite number of 0 or more for each sample.
     """
     weights = _array(values)
     if weights.dtype.kind not in "iuf" or weights.ndim != 1:

@@ -87,11 +87,7 @@ class StreamSamples:
             self._remembered.clear()
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the first samples, in hex.
-
-        Raises:
-            UserError: they are others when they are read again.
-        """
+        """Return a SHA-256 of the first samples, in hex."""
         with isolate_rng(include_cuda=False):
             one, other = (digest_of_batch([*islice(self._samples(), COMPARED)]) for _ in range(2))
         if one != other:
@@ -103,11 +99,7 @@ class StreamSamples:
         return one
 
     def _check_unchanged(self) -> None:
-        """Check that reading has not changed the data set.
-
-        Raises:
-            UserError: it has.
-        """
+        """Check that reading has not changed the data set."""
         now = dict(_numbers(self._copy))
         changed = [name for name, value in self._before.items() if now.get(name, value) != value]
         if changed:

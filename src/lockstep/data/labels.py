@@ -35,9 +35,6 @@ class LabelCheck:
         Args:
             batch: what the data set returns, collated.
             ids: numbers of its samples in the split, [n].
-
-        Raises:
-            StepRefused: the label of a sample is not the number of a class.
         """
         y = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
         if not isinstance(y, Tensor) or not y.numel() or len(y) != len(ids):
@@ -68,11 +65,7 @@ class LabelCheck:
         return f"data: {where} has the label {label}: {right}{remedy}"
 
     def check_all(self) -> None:
-        """Check all labels, if they can be read without making samples.
-
-        Raises:
-            UserError: a label is not the number of a class.
-        """
+        """Check all labels, if they can be read without making samples."""
         try:
             labels: Ids = labels_of(self.dataset)
         except UserError:

@@ -374,9 +374,6 @@ def limited(num_samples: int, batch_size: int | Sequence[int], limit: int | floa
         batch_size: samples of a batch, over all processes, or of each batch.
         limit: a number of batches, or as a float a part of them; None: all.
         name: the limit's name, for messages.
-
-    Raises:
-        UserError: a part that is less than one batch.
     """
     if limit is None or (limit == 1.0 and isinstance(limit, float)):
         return num_samples

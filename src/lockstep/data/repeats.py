@@ -37,11 +37,7 @@ class Repeats:
         self.is_due = True
 
     def check(self, dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Generators) -> None:
-        """Check the samples once; see `other_sample`.
-
-        Raises:
-            StepRefused: with exact=true, one of them is another one when it is fetched again.
-        """
+        """Check the samples once; see `other_sample`."""
         self.is_due = False
         other = other_sample(dataset, ids[:COMPARED], seed, epochs[:COMPARED], generators)
         if other is None:

@@ -81,11 +81,7 @@ class Draws:
         return hashlib.sha256(self.ids(epoch).data).hexdigest()
 
     def check_unchanged(self, epoch: int) -> None:
-        """Check that nothing has changed the user's sampler, since the order of an epoch must follow from its number.
-
-        Raises:
-            UserError: something has.
-        """
+        """Check that nothing has changed the user's sampler: the order of an epoch must follow from its number."""
         first = self._copy(self._first)
         for each in (self.sampler, first):
             _set_epoch(each, epoch)

@@ -422,9 +422,6 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
         choice: `speed.resident`: false, true or auto. With auto, data sets that take more than half of the free memory
             stay on the host, since the model needs memory, too.
         free: free bytes on the device.
-
-    Raises:
-        UserError: `choice` is true, and no data set is in memory, or they do not fit on the device.
     """
     if choice is False:
         return splits

@@ -86,10 +86,6 @@ def checked_borders(source: Source, options: Mapping[str, Any]) -> Ids:
     Args:
         source: it has a window.
         options: `sampling`, `folds` and `val_fraction` of the `data` group.
-
-    Raises:
-        UserError: the window is no number of shards, the data set has no borders of shards, or another option chooses
-            single samples out of all shards.
     """
     window, train = source.window, source.train
     if type(window) is not int or window < 1:

@@ -134,9 +134,6 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     """Return splits with transforms applied to their images, and with the spec of the resulting images.
 
     Validation and test use the transforms of evaluation.
-
-    Raises:
-        UserError: a transform can't be made or applied, or the resulting images do not fit together.
     """
     made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
     if not any(made.values()):
@@ -176,11 +173,7 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
 
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
-    """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set.
-
-    Raises:
-        UserError: the transforms give images of another size.
-    """
+    """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set."""
     transforms = make_transforms("eval", config.get("transforms") or {}, spec)
     processed = transformed(images, transforms, "data.transforms.eval")
     shape, wanted = tuple(processed[0][0].shape), (spec.channels, spec.image_size, spec.image_size)

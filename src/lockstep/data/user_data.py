@@ -93,10 +93,6 @@ def user_splits(
         datamodule: a data module.
         module: the LightningModule. Without a data module, its methods return the loaders that are not given.
         before: the data module of the method before, which an evaluation uses if nothing is given.
-
-    Raises:
-        UserError: there is nothing or too much, a loader does more than drawing samples, a set is empty, or the ranks
-            have different ones.
     """
     owner, loaders = _data_module(stage, first, val_loaders, datamodule, module), {}
     if owner is None:
@@ -245,9 +241,6 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
 
     Args:
         split_seed: seeds the random numbers of its methods, so that each start of a run has the same split.
-
-    Raises:
-        UserError: a loader does more than drawing samples of a map-style data set, or the classes are unknown.
     """
     name = type(module).__name__
     for hook in UNCALLED:

@@ -112,9 +112,6 @@ def read_loader(loader: Any, where: str, trains: bool, seed: int | None = None, 
         trains: whether it is for training.
         seed: seeds the random numbers of samplers; None: samplers are refused.
         other_draws: how a training set can be drawn otherwise than each sample once, for messages.
-
-    Raises:
-        UserError: it does more than drawing samples of a map-style data set.
     """
     if loader is None or (isinstance(loader, list | tuple) and not loader):
         return None

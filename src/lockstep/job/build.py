@@ -135,11 +135,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
 
 
 def initialise_lazy_layers(setting: str, module: pl.LightningModule, splits: Splits, seed: int) -> None:
-    """Give lazy layers (`torch.nn.LazyLinear`) their sizes by a forward pass of one sample.
-
-    Raises:
-        UserError: The forward pass fails, or does not reach all of them. `setting` is what chooses the module.
-    """
+    """Give lazy layers (`torch.nn.LazyLinear`) their sizes by a forward pass of one sample."""
 
     def lazy_names() -> list[str]:
         tensors = [*module.named_parameters(), *module.named_buffers()]

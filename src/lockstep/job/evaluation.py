@@ -48,10 +48,6 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
 
     The value is a file; a run folder, which stands for its best checkpoint, or its last one if it has no best one; or
     `last`, which stands for the newest run in `outputs`.
-
-    Raises:
-        CheckpointError: The folder has no checkpoint.
-        UserError: The value is none of these, or no run has a checkpoint.
     """
     path = value_checks.as_text(raw["checkpoint"])  # a file may have the name 5
     if not isinstance(path, str) or not path:
@@ -150,11 +146,7 @@ def weights_must_fit(config: Config) -> Iterator[None]:
 
 
 def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
-    """Return the spec of the images that a checkpoint was trained on.
-
-    Raises:
-        CheckpointError: The recorded spec is not valid.
-    """
+    """Return the spec of the images that a checkpoint was trained on."""
     try:
         return Spec(**check_spec("spec", record["spec"]))
     except (UserError, ValueError) as refusal:  # Spec raises ValueError
@@ -162,11 +154,7 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
 
 
 def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
-    """Check that the images to be tested have the channels, the task and the classes that a checkpoint was trained on.
-
-    Raises:
-        UserError: The channels, the task, the classes or the order of the classes differ.
-    """
+    """Check that images to be tested have the channels, the task and the classes that a checkpoint was trained on."""
     trained_spec = spec_of(path, record)
     if trained_spec.channels != spec.channels:
         raise UserError(
@@ -195,9 +183,6 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
         split: train, val, test or all; None: the default.
         raw: the config that the user has composed.
         record: the checkpoint's record, with fingerprint and content of the data set of the training.
-
-    Raises:
-        UserError: `split` has another value, or the data set has no such split.
     """
     datasets = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
     user_chose_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
@@ -259,11 +244,7 @@ class EvaluationJob(Job):
 
     @contextmanager
     def around_test(self, ckpt_path: Any) -> Iterator[None]:
-        """Record the metrics of a `trainer.test`, and the weights that were tested.
-
-        Raises:
-            UserError: The weights do not fit, or are not the checkpoint's.
-        """
+        """Record the metrics of a `trainer.test`, and the weights that were tested."""
         assert self.run is not None
         if ckpt_path != self.checkpoint:
             raise UserError(

@@ -117,9 +117,6 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
 
     These are `lr`, `optimizer`, `scheduler`, `total_steps` and `steps_per_epoch`. In an evaluation `optimizer` and
     `scheduler` are None, and so are those that the config marks as the module's own (`as_built`).
-
-    Raises:
-        UserError: The optimizer or the schedule can't be made with these options.
     """
     length = run_length(config, samples)
     numbers: dict[str, Any] = {
@@ -243,9 +240,6 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
     Args:
         lightning_keys: the keys of Lightning's `lr_scheduler` dict.
         epoch: optimizer steps of an epoch.
-
-    Raises:
-        UserError: There is no metric, or validation is rarer than the schedule.
     """
     monitor, interval = str(lightning_keys.get("monitor", "")), lightning_keys.get("interval", "epoch")
     if not monitor:
@@ -275,11 +269,7 @@ def settings(config: Config, samples: int) -> dict[str, Any]:
 
 
 def refuse_keys_without_effect(config: Config) -> None:
-    """Refuse keys on the command line that have no effect.
-
-    Raises:
-        UserError: The module's constructor has no argument for a key, or the model's yaml file already sets it.
-    """
+    """Refuse keys on the command line that have no effect."""
     target = config.model["_target_"]
     located = locate("model._target_", target)
     takes = parameters(located)

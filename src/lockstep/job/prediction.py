@@ -47,11 +47,7 @@ def config_and_spec(raw: Mapping[str, Any]) -> tuple[Config, Spec]:
 
 
 def check_top_k(top_k: Any, spec: Spec) -> None:
-    """Check `top_k`.
-
-    Raises:
-        UserError: It is no number of classes, or the model is for a task without one class per image.
-    """
+    """Check `top_k`."""
     if top_k is None:
         return
     if spec.task != "classification":
@@ -159,11 +155,7 @@ class PredictionJob(Job):
         return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector], run=self)
 
     def finish(self) -> dict[str, Any]:
-        """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary.
-
-        Raises:
-            UserError: `top_k` is given, but the module does not return probabilities.
-        """
+        """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary."""
         splits, folder = self.splits, self.folder
         parts = gather_objects(self._collector.predictions)
         if not any(parts):

@@ -87,9 +87,6 @@ def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
     Args:
         folder: the folder of a run or a sweep.
         writes: whether this process writes the folder; other processes take no lock.
-
-    Raises:
-        FolderBusy: Another process holds the lock. The message names it.
     """
     file, is_ours = folder / LOCK, False
 

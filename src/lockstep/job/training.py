@@ -159,11 +159,7 @@ class TrainingJob(Job):
 
     @contextmanager
     def around_fit(self, ckpt_path: Any) -> Iterator[str | None]:
-        """Record what `trainer.fit` has reached.
-
-        Raises:
-            UserError: A `trainer.fit` gets another checkpoint than the run's, or the first one does not get it.
-        """
+        """Record what `trainer.fit` has reached."""
         assert self.run is not None
         if ckpt_path != self.checkpoint and (self._fits == 1 or ckpt_path is not None):
             start = f"continues from {self.checkpoint}" if self.checkpoint else "begins anew"

@@ -89,10 +89,6 @@ def over_all_devices(
         devices: the devices of all machines.
         owner: the user's data module or the module with the loaders, or None.
         quotients: what else was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
-
-    Raises:
-        UserError: the batch size of the training loader does not fit that of the Trainer, or seems to have been divided
-            by the number of devices.
     """
     made = {}
     for part, each in splits.items():

@@ -80,9 +80,6 @@ def chosen_seed(seed: int | None) -> Any:
     """Return the run's seed: the given one, else that of `lightning.pytorch.seed_everything`, else 0.
 
     All ranks must call it.
-
-    Raises:
-        UserError: the ranks have called `seed_everything` with unlike seeds.
     """
     if seed is not None:
         return seed
@@ -97,11 +94,7 @@ def chosen_seed(seed: int | None) -> Any:
 
 
 def whole_number_of(devices: Any, accelerator: Any) -> Any:
-    """Return the number of devices that Lightning's spellings mean: `[0, 1]`, "0,1", "2"; other values as they are.
-
-    Raises:
-        UserError: they are indices of GPUs that are not the first ones.
-    """
+    """Return the number of devices that Lightning's spellings mean: `[0, 1]`, "0,1", "2"; other values as they are."""
     if isinstance(devices, str) and devices.strip().isdigit():
         return int(devices)
     parts: Any = devices
@@ -122,11 +115,7 @@ def whole_number_of(devices: Any, accelerator: Any) -> Any:
 
 
 def name_of(accelerator: Any, strategy: Any) -> Any:
-    """Return the name of an accelerator object of Lightning, or that of a strategy's device; other values as they are.
-
-    Raises:
-        UserError: the strategy's device is another one, or not the first one.
-    """
+    """Return the name of an accelerator object of Lightning, or of a strategy's device; other values as they are."""
     for kind, name in ((CPUAccelerator, "cpu"), (CUDAAccelerator, "gpu")):
         if isinstance(accelerator, kind):
             accelerator = name
@@ -246,11 +235,7 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
 
 
 def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, accelerator: Any) -> dict[str, Any]:
-    """Return those options of `resolve` that follow from the devices.
-
-    Raises:
-        UserError: this process is alone, and the strategy needs more workers; or the numbers do not fit.
-    """
+    """Return those options of `resolve` that follow from the devices."""
     if not isinstance(accelerator, str) or accelerator not in ACCELERATORS:
         raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
     workers = external_workers()

@@ -97,9 +97,6 @@ def refuse_other_package(what: str, value: Any) -> None:
     Args:
         what: what it is, for messages.
         value: the object.
-
-    Raises:
-        UserError: it is one.
     """
     if any(kind.__module__.partition(".")[0] == "pytorch_lightning" for kind in type(value).__mro__):
         raise UserError(
@@ -120,9 +117,6 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str = "") ->
     Args:
         setting: what chooses the module, for messages.
         loaders: what is used instead of the module's loaders; empty: nothing.
-
-    Raises:
-        UserError: it is such a module.
     """
     for name in LOADERS if loaders else ():
         if overrides_method(module, name, pl.LightningModule):
@@ -139,9 +133,6 @@ def refuse_callback(setting: str, callback: Any) -> None:
 
     Args:
         setting: what chooses the callback, for messages.
-
-    Raises:
-        UserError: it is one of them.
     """
     refuse_other_package(f"{setting}:", callback)
     if not isinstance(callback, pl.Callback):

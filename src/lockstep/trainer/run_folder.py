@@ -46,9 +46,6 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
 
     Args:
         what: what it is, for the message.
-
-    Raises:
-        UserError: it is the address of a server or of a memory file system.
     """
     text = os.fspath(path)
     if text.startswith("file://"):
