@@ -45,7 +45,7 @@ NOT_RUN = (
     (r"make lint|python -m build", "CI runs these, the night, or a release"),
     (r"pip install", "changes the environment"),
     (r"apt |mkdir|sed |export |unshare|ls |eval |photos=", "changes the machine, or needs a folder of photographs"),
-    (r"sbatch|mpirun|torchrun|RANK=", "needs an engine: tests/engines/ run it"),
+    (r"sbatch|mpirun|(lockstep )?torchrun|RANK=", "needs an engine: tests/engines/ run it"),
     (r".*hydra/launcher=submitit", "needs a cluster: tests/engines/test_submitit.py runs it"),
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/", "measures for minutes or hours: tests/lab/ run it"),
