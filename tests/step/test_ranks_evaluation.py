@@ -18,7 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import TensorHeader, gather_objects
-from lockstep.lightning.results import EvaluationLogs, Logged, reduced
+from lockstep.lightning.logged_values import EPOCH, Key, Logged, reduced
+from lockstep.lightning.results import EvaluationLogs
 from lockstep.step.collectives import MetricStates, StateGather, find_metrics, gather_tensors
 from lockstep.step.metrics import Count, ExactMean
 
@@ -198,7 +199,8 @@ def test_metrics_are_seen_in_callbacks_too() -> None:
 def test_values_are_weighted_by_any_number_of_samples() -> None:
     """Float32 would round these numbers to the same one."""
     count = 2**25
-    logged = [Logged("", "", value, 1.0, "mean", False, True, torch.float64, {}) for value in (1.0, 0.0)]
+    key = Key("", "", "mean", EPOCH, torch.float64, {}, True)
+    logged = [Logged(key, value, 1.0) for value in (1.0, 0.0)]
     numbers = reduced([(count + 1, logged[0]), (count, logged[1])])[0]
     assert numbers == (count + 1) / (2 * count + 1) != 0.5
 

@@ -3,8 +3,8 @@
 | file | what it overrides |
 |---|---|
 | `trainer.py` | the Trainer: it has our loops, and no signal handlers |
-| `epochs.py` | the loops over epochs and over an epoch's steps, which go on after a resume |
-| `steps.py` | one optimizer step in this loop |
+| `epochs.py` | the loop over epochs, which goes on after a resume |
+| `steps.py` | the loop over an epoch's steps, and one optimizer step in it |
 | `evaluations.py` | the loops over batches of an evaluation or prediction |
 | `hooks.py` | how hooks are called |
 | `precision.py` | the hooks around a backward pass, and clipping |

@@ -15,33 +15,6 @@ from lockstep.arithmetic.exact_total import ExactTotal
 LOG = logging.getLogger("lockstep")
 
 
-class Logged(NamedTuple):
-    """The values that one rank has logged under one name.
-
-    Attributes:
-        fx: the hook that logged them.
-        name: the name that they were logged under.
-        value: for `mean` the sum of the values, each times the samples of its batch; else the sum, minimum or maximum.
-        weight: for `mean` the samples in `value`; else 1.
-        reduction: `mean`, `sum`, `min` or `max`.
-        by_batch: whether the values were logged for batches. If not, one value was logged for the whole evaluation, at
-            its start or end.
-        sync_dist: whether the module asked for a reduction over ranks.
-        dtype: dtype of the result.
-        options: options of `log`. A rank that has not logged this name needs them to add it.
-    """
-
-    fx: str
-    name: str
-    value: float
-    weight: float
-    reduction: str
-    by_batch: bool
-    sync_dist: bool
-    dtype: torch.dtype
-    options: dict[str, Any]
-
-
 Number = float | Tensor  # a tensor on a device whose values are copied to the host only when they are read
 PIECE, STEP, EPOCH = "piece", "step", "epoch"  # what a value was logged for
 WHOLE = -1  # the place of a value that is of a whole step, among those of pieces
@@ -69,6 +42,21 @@ class Key(NamedTuple):
     dtype: torch.dtype
     options: dict[str, Any]
     sync_dist: bool
+
+
+class Logged(NamedTuple):
+    """The values that one rank has logged under one key in an evaluation, or outside of steps.
+
+    Attributes:
+        key: the key. Its kind is `EPOCH` for one value of the whole evaluation, logged at its start or end, and `PIECE`
+            for values of batches.
+        value: for `mean` the sum of the values, each times the samples of its batch; else the sum, minimum or maximum.
+        weight: for `mean` the samples in `value`; else 1.
+    """
+
+    key: Key
+    value: float
+    weight: float
 
 
 class Part(NamedTuple):
@@ -280,10 +268,7 @@ def value_of_epoch(about: Key, ranks: Sequence[tuple[int, Part | None]]) -> tupl
         is_mean, logged = about.reduction == "mean", []
         for samples, part in pairs:
             value, weight = one_value(about, part), part.weight if is_mean else 1.0
-            options = about.reduction, False, about.sync_dist, about.dtype, about.options
-            logged.append(
-                (samples, Logged(about.fx, about.name, value * weight if is_mean else value, weight, *options))
-            )
+            logged.append((samples, Logged(about, value * weight if is_mean else value, weight)))
         return reduced(logged)
     if about.kind == STEP:
         certain = len(pairs) == len(ranks) and whole.digest != UNEQUAL
@@ -312,11 +297,11 @@ def remedy(fx: str) -> str:
     return f"to get the value of one device, log it in {step}, or log a torchmetrics metric"
 
 
-def name_once(about: Any, noticed: set[str]) -> None:
+def name_once(about: Key, noticed: set[str]) -> None:
     """Name a value of several ranks in one line that one device would have otherwise.
 
     Args:
-        about: a `Key` or `Logged`.
+        about: its key.
         noticed: the names that have such a line. The new one is added.
     """
     if about.name in noticed:
@@ -337,19 +322,19 @@ def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:
     Returns:
         The result, and whether one device would certainly get the same.
     """
-    one = logged[0][1]
+    key = logged[0][1].key
     numbers = torch.tensor([each.value for _, each in logged], dtype=torch.float64)
     weights = torch.tensor([each.weight for _, each in logged], dtype=torch.float64)
     certain = True
-    if not one.by_batch:  # one value per rank; ranks without a sample are left out
+    if key.kind == EPOCH:  # one value per rank; ranks without a sample are left out
         samples = torch.tensor([count for count, _ in logged], dtype=torch.float64)
         counts = samples > 0 if samples.any() else samples == 0
         numbers, weights, samples = (numbers / weights)[counts], weights[counts], samples[counts].clamp(min=1)
         same = bool(torch.isclose(numbers, numbers[:1], rtol=0, atol=0, equal_nan=True).all())
-        if same and not (one.sync_dist and one.reduction == "sum"):
+        if same and not (key.sync_dist and key.reduction == "sum"):
             return float(numbers[0]), True
-        certain = one.sync_dist and one.reduction != "mean"  # a mean of means is not the mean over samples
-        numbers, weights = (numbers * samples, samples) if one.reduction == "mean" else (numbers, weights)
-    if one.reduction == "mean":
+        certain = key.sync_dist and key.reduction != "mean"  # a mean of means is not the mean over samples
+        numbers, weights = (numbers * samples, samples) if key.reduction == "mean" else (numbers, weights)
+    if key.reduction == "mean":
         return float(numbers.sum() / weights.sum()), certain
-    return float(getattr(numbers, one.reduction)()), certain
+    return float(getattr(numbers, key.reduction)()), certain

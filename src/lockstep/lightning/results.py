@@ -53,7 +53,7 @@ class EvaluationLogs(_ResultCollection):
 
     def __init__(self) -> None:
         super().__init__(training=False)
-        self._logged: dict[str, tuple[str, bool, bool, torch.dtype, dict[str, Any]]] = {}
+        self._logged: dict[str, Key] = {}
         self._noticed: set[str] = set()
         self.uncertain: dict[str, str] = {}
 
@@ -68,11 +68,14 @@ class EvaluationLogs(_ResultCollection):
         by_lightning = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
         if isinstance(value, Tensor) and options.get("on_epoch", True) and not by_lightning:
             by_batch = "_batch_" in fx or not fx.startswith("on_") or options.get("batch_size") is not None
-            dtype = dtype_of(value)
-            sent = {option: options[option] for option in SENT if option in options}
             key = f"{fx}.{name}.{self.dataloader_idx}" if adds_number else f"{fx}.{name}"
-            self._logged[key] = fx, by_batch, bool(options.get("sync_dist")), dtype, sent
-            value, options = value.double(), {**options, "sync_dist": False}
+            sent, sync_dist = _sent(options), bool(options.get("sync_dist"))
+            dtype, value, options = dtype_of(value), value.double(), {**options, "sync_dist": False}
+            super().log(fx, name, value, **options)
+            item = self[key]
+            kind = PIECE if by_batch else EPOCH
+            self._logged[key] = Key(fx, item.meta.name, item.meta.reduce_fx.__name__, kind, dtype, sent, sync_dist)
+            return
         super().log(fx, name, value, **options)
 
     def reduce(self, gather: Callable[[Any], list[Any]], samples: int, sync_dist_fn: Any) -> None:
@@ -85,31 +88,30 @@ class EvaluationLogs(_ResultCollection):
         """
         ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._local_logs()))
         for key, one in {key: one for _, logged in reversed(ranks) for key, one in logged.items()}.items():
-            if one.by_batch and not any(count for count, each in ranks if key in each):
+            about = one.key
+            if about.kind == PIECE and not any(count for count, each in ranks if key in each):
                 self.pop(key, None)  # a rank without samples has logged it for its dummy sample
                 continue
             if key not in self or self[key].has_reset:
-                neutral = torch.tensor(NEUTRAL[one.reduction], dtype=torch.float64)
-                options = {**one.options, "reduce_fx": one.reduction, "sync_dist_fn": sync_dist_fn}
-                super().log(one.fx, one.name, neutral, batch_size=0, **options)
+                neutral = torch.tensor(NEUTRAL[about.reduction], dtype=torch.float64)
+                options = {**about.options, "reduce_fx": about.reduction, "sync_dist_fn": sync_dist_fn}
+                super().log(about.fx, about.name, neutral, batch_size=0, **options)
             item = self[key]
             logged = [(count, each[key]) for count, each in ranks if key in each]
             result, certain = reduced(logged)
-            item._computed = torch.tensor(result, dtype=one.dtype, device=item.value.device)
+            item._computed = torch.tensor(result, dtype=about.dtype, device=item.value.device)
             if not certain:
-                self.uncertain[self._forked_name(item, False)[0]] = one.fx
+                self.uncertain[self._forked_name(item, False)[0]] = about.fx
                 if self.speaks:
-                    name_once(one, self._noticed)
+                    name_once(about, self._noticed)
 
     def _local_logs(self) -> dict[str, Logged]:
         """Return the logged values of this rank, by key."""
         logs = {}
         for key, item in self.valid_items():
             if key in self._logged and item.is_tensor:
-                fx, by_batch, sync_dist, dtype, options = self._logged[key]
                 weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
-                about = item.meta.reduce_fx.__name__, by_batch, sync_dist, dtype, options
-                logs[key] = Logged(fx, item.meta.name, float(item.value), weight, *about)
+                logs[key] = Logged(self._logged[key], float(item.value), weight)
         return logs
 
 
@@ -198,7 +200,7 @@ class TrainingLogs(_ResultCollection):
         key, batch = f"{fx}.{name}", self.batch
         kind = PIECE if self._piece else STEP if isinstance(batch, StepBatch) else EPOCH
         reduction = self[key].meta.reduce_fx.__name__ if isinstance(value, Tensor) else "mean"
-        sent = {option: options[option] for option in SENT if option in options}
+        sent = _sent(options)
         about = Key(fx, name, reduction, kind, dtype_of(number), sent, bool(options.get("sync_dist")))
         record = Record(about, options, isinstance(value, Tensor) and bool(options.get("on_epoch", True)))
         if key in self._restored:
@@ -319,6 +321,10 @@ class TrainingLogs(_ResultCollection):
         for key, (units, broken, weight, local_units, local_broken, local_weight, *others) in state.items():
             total, local = ExactTotal(int(units, 16), broken), ExactTotal(int(local_units, 16), local_broken)
             self._restored[key] = Part(None, total, weight, local, local_weight, *others)
+
+
+def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: options[option] for option in SENT if option in options}
 
 
 def add_missing_metrics(
