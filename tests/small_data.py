@@ -1,7 +1,8 @@
-"""Small data sets, and DataModules on them with what they ask of a Trainer."""
+"""Small data sets, DataModules on them with what they ask of a Trainer, and models for such data."""
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
+from lockstep.vision.models import FastCNN, ResNet9, SmallCNN, SmallResNet18
+from lockstep.vision.schedules import cosine
 
 
 class Model(pl.LightningModule):
@@ -106,3 +109,34 @@ def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str
         call(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def task(**changes: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "channels": 1,
+        "image_size": 12,
+        "num_classes": 3,
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "scheduler": by_step,
+    }
+    return plain | changes
+
+
+def by_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"scheduler": cosine(optimizer, total_steps=8), "interval": "step"}
+
+
+def small_cnn(**changes: Any) -> Any:
+    return SmallCNN(**task(**changes))
+
+
+def resnet9(**changes: Any) -> Any:
+    return ResNet9(**task(**{"width": [4, 4, 8, 8], **changes}))
+
+
+def fast_cnn(**changes: Any) -> Any:
+    return FastCNN(**task(**{"image_size": 19, **changes}))
+
+
+def small_resnet18(**changes: Any) -> Any:
+    return SmallResNet18(**task(**changes))

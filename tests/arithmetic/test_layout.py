@@ -54,11 +54,6 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
             {"batch_size": 1 << 17, "devices": 2, "accumulate_grad_batches": 1 << 16},
             "2 devices x 65536 accumulated is too many: a step has at most 65,536 pieces",
         ),
-        ({"devices": 2, "num_nodes": 2, "pieces": 3}, "pieces=3 is fewer than 4 devices: use pieces=4 or more"),
-        (
-            {"devices": 2, "pieces": 8, "accumulate_grad_batches": 3},
-            "pieces=8 on 2 devices means accumulate_grad_batches=4, not 3: leave one of the two out, or use pieces=6",
-        ),
         (
             {"devices": 3, "accumulate_grad_batches": 2},
             "batch_size=64 can't be cut into 6 equal pieces (3 devices x 2 accumulated): use batch_size=60 or 66, or "
@@ -123,14 +118,6 @@ def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[flo
     assert min(parts) >= 1
     order = sorted(range(len(shares)), key=lambda i: shares[i])
     assert all(parts[a] <= parts[b] + 1 for a, b in itertools.pairwise(order))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "advice"), [(24, "use batch_size=96 or 120, or pieces=25"), (51, ", or pieces=100")]
-)
-def test_a_refusal_names_the_next_number_of_pieces_that_fits(pieces: int, advice: str) -> None:
-    with pytest.raises(UserError, match=f"{advice}$"):
-        make(batch_size=100, pieces=pieces)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import composed
 
 from lockstep.config.arguments import no_option_message, read_arguments
-from lockstep.config.pages import SEARCHED, group_file, options, with_one_search_path
+from lockstep.config.pages import SEARCHED, group_file, with_one_search_path
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
@@ -43,15 +42,6 @@ def test_a_strategy_of_others_is_not_supported(name: str) -> None:
     assert message.startswith(f"strategy={name}: not supported: use ddp on several devices")
     assert "did you mean" not in message
     assert no_option_message("strategy", "ddpp").startswith("strategy=ddpp: did you mean ddp?")
-
-
-def test_a_net_that_has_no_file_may_be_one_of_the_libraries() -> None:
-    message = no_option_message("model", "resnet")
-    assert "did you mean resnet18 or resnet9 or small_resnet18?" in message
-    assert message.endswith("others are in model=timm or model=torchvision with model.arch=<net>")
-    assert "arch" not in no_option_message("optimizer", "adamw8bit")
-    assert "did you mean adamw?" in no_option_message("optimizer", "adamw8bit")
-    assert "resnet18" in options("model")
 
 
 @pytest.mark.parametrize(
@@ -100,12 +90,6 @@ def test_folders_of_pages_are_searched_in_one_order() -> None:
     assert with_one_search_path(["lr=1"]) == ["lr=1"]
 
 
-def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> None:
-    for group in ("experiment", "callbacks", "debug", "data/transforms"):
-        name = options(group)[0]
-        assert no_option_message(group, f"{name}s").startswith(f"{group}={name}s: did you mean {name}")
-
-
 def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
     page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
     assert "defaults" not in page
@@ -125,18 +109,3 @@ def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
 def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: str, right: str) -> None:
     with pytest.raises(UserError, match=rf": there is no such file; give {re.escape(right)}$"):
         read_arguments([argument], "train")
-
-
-@pytest.mark.parametrize(
-    ("key", "right"),
-    [
-        ("learnign_rate", "lr"),
-        ("trainer.fast_dev_run", "debug=batch"),
-        ("trainer.limit_train_batches", "max_steps"),
-        ("trainer.limit_val_batches", "+debug.trainer.limit_val_batches"),
-        ("bath_size", None),  # a typo of a key that exists
-    ],
-)
-def test_a_key_of_other_projects_has_a_suggestion_also_with_a_typo(key: str, right: str | None) -> None:
-    message = no_such_key_message(key, composed())
-    assert message.startswith(f"{key}: there is no such key; did you mean {right or 'batch_size'}?")

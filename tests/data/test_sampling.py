@@ -143,11 +143,6 @@ def test_an_epoch_is_drawn_by_weight() -> None:
     assert np.array_equal(np.concatenate(other.pieces(4, 7)) % 10_000, other.step(4, 7))
 
 
-def test_the_draws_stay_the_same_in_all_versions() -> None:
-    order = DataOrder(8, layout(1, 4, 2), 0, weights=np.array([1.0, 0, 2, 0.5, 1, 1, 0, 3]))
-    assert order.encoded_ids(0).tolist() == [7, 4, 8 + 4, 8 + 7, 16 + 4, 16 + 7, 0, 3]
-
-
 def test_weights_come_from_the_source_the_data_set_or_what_is_inside_it() -> None:
     weights = (np.arange(100) % 7).astype(np.float32)
     dataset, inside = tensors(), tensors()

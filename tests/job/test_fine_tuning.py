@@ -12,7 +12,7 @@ import pytest
 import site_pages
 import torch
 from conftest import NORMS, Program, Run, checkpoint_of, composed, summary_of, torchrun_environments
-from small_models import fast_cnn
+from small_data import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check

@@ -13,7 +13,7 @@ from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from kernels import Kernels
 from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
-from small_models import small_resnet18
+from small_data import small_resnet18
 from torch import nn
 
 from lockstep.config.arguments import experiment_keys

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compared_runs import LAYOUT, compare, written
 from conftest import Program
+from programs.compared_runs import LAYOUT, compare, written
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.programs.comparison.runs import find_runs, group_runs, read_curves

@@ -8,8 +8,8 @@ from statistics import stdev
 from typing import Any
 
 import pytest
-from compared_runs import LAYOUT, compare, written
 from conftest import Program
+from programs.compared_runs import LAYOUT, compare, written
 
 from lockstep.programs.comparison.noise import compare as difference
 

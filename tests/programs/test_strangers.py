@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import LAYOUT, compare, written
 from conftest import ROOT, composed
+from programs.compared_runs import LAYOUT, compare, written
 from torch import nn
 
 from lockstep import load_weights

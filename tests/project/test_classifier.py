@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from plain import QUIET
-from small_models import small_cnn, task
+from small_data import small_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import composed
-from small_models import fast_cnn, resnet9, small_cnn, small_resnet18, task
+from small_data import fast_cnn, resnet9, small_cnn, small_resnet18, task
 from torch import nn
 
 import project.models

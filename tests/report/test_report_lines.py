@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Program, composed
-from small_models import fast_cnn
+from small_data import fast_cnn
 from torch import nn
 
 from lockstep.config import check as config_check

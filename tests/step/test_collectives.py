@@ -39,10 +39,10 @@ from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.data import Spec, Splits, StepData
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.launch.process_group import TensorHeader
 from lockstep.lightning.torch_ddp import number_of_collectives
 from lockstep.lightning.trainer import StepTrainer
-from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
+from lockstep.step.collectives import StateGather, check_same_shapes
 from lockstep.step.gradients import GradientSum
 from lockstep.strategies import DDP
 
@@ -229,34 +229,6 @@ def test_metrics_have_the_number_of_one_device(tmp_path: Path) -> None:
 # --- what lies below --------------------------------------------------------------------------------------------------
 
 
-def gathered_tensors() -> list[Any]:
-    """Return what ranks gather whose tensors differ in size, also in none of their dimensions, or have no element."""
-    rank = dist.get_rank()
-    strided = torch.arange(12, dtype=torch.float64).reshape(3, 4).T[:, :rank]
-    tensors = {
-        "sizes": torch.full((rank, 2), rank),
-        "strided": strided,
-        "scalar": torch.tensor(rank > 1),
-        "bf16": torch.full((rank,), 0.5, dtype=torch.bfloat16),
-        "none": torch.zeros(0, 3),
-        "state": torch.tensor([]) if rank == 1 else torch.full((1, 2), rank),  # as torchmetrics makes it of no value
-    }
-    results: list[Any] = []
-    for name, tensor in tensors.items():
-        parts = gather_tensors(tensor, name)
-        results.append([(str(part.dtype), list(part.shape), part.double().sum().item()) for part in parts])
-    for wrong in (torch.zeros(2, dtype=torch.float64 if rank else torch.float32), torch.zeros((1,) * (rank + 1))):
-        try:
-            gather_tensors(wrong, "wrong")
-        except UserError as error:
-            results.append(str(error))
-    try:
-        gather_objects(TensorHeader("x", (), torch.float32) if rank == 2 else None)
-    except UserError as error:
-        results.append(str(error))
-    return results
-
-
 def test_the_first_sizes_that_differ_are_named() -> None:
     headers = [TensorHeader("val/x", (size,), torch.float32) for size in (2, 2, 3, 4, 5, 6, 7)]
     check_same_shapes(headers[:2], "log it")
@@ -267,25 +239,6 @@ def test_the_first_sizes_that_differ_are_named() -> None:
     other = TensorHeader("val/x", (2,), torch.int64)
     with pytest.raises(UserError, match=r"sizes, \[2\] of torch.float32, \[2\] of torch.int64: log it$"):
         check_same_shapes([headers[0], other], "log it")
-
-
-@pytest.mark.usefixtures("processes")
-def test_tensors_of_any_size_are_gathered(tmp_path: Path) -> None:
-    ranks = on_ranks(5, tmp_path, gathered_tensors)
-    for rank in ranks:
-        assert isinstance(rank, list), rank
-        sizes, strided, scalar, bf16, none, state, dtypes, dimensions, mixed = rank
-        assert sizes == [("torch.int64", [n, 2], 2 * n * n) for n in range(5)]
-        assert [part[1] for part in strided] == [[4, min(n, 3)] for n in range(5)]
-        assert strided[1][2] == 0 + 1 + 2 + 3
-        assert [part[2] for part in scalar] == [0, 0, 1, 1, 1]
-        assert bf16 == [("torch.bfloat16", [n], n / 2) for n in range(5)]
-        assert none == [("torch.float32", [0, 3], 0)] * 5
-        assert state[1] == ("torch.int64", [0, 2], 0)
-        assert state[4] == ("torch.int64", [1, 2], 8)
-        assert "wrong: the ranks have tensors of different sizes, [2] of torch.float32, [2] of torch.float64" in dtypes
-        assert "wrong: the ranks have tensors of different sizes, [1], [1, 1], [1, 1, 1]" in dimensions
-        assert mixed.startswith("rank 2 is in x, and rank 0 is not: ")
 
 
 def test_a_metric_is_copied_and_pickled_without_the_strategy() -> None:

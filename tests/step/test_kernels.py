@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
-import small_models
+import small_data
 import torch
 from kernels import HostReads, Kernels
 from plain import QUIET
@@ -83,7 +83,7 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
     return count
 
 
-class WithBuffer(small_models.SmallCNN):
+class WithBuffer(small_data.SmallCNN):
     """Has a buffer that follows the images, and another that never changes."""
 
     centre: Tensor
@@ -102,9 +102,9 @@ class WithBuffer(small_models.SmallCNN):
 
 
 NETS: dict[str, Callable[[], Any]] = {
-    "small_cnn": small_models.small_cnn,
-    "small_resnet18": small_models.small_resnet18,
-    "with_buffer": lambda: WithBuffer(**small_models.task()),
+    "small_cnn": small_data.small_cnn,
+    "small_resnet18": small_data.small_resnet18,
+    "with_buffer": lambda: WithBuffer(**small_data.task()),
 }
 # net, exact, pieces; at most so many kernels and host reads. Of the reads of each piece under exact, only those of the
 # last one leave the GPU without work (tests/arithmetic/test_exact_sum.py).
@@ -132,7 +132,7 @@ def test_a_step_takes_no_more_kernels_and_host_reads(
     assert actual.reads <= reads, actual.lines
 
 
-class Reads(small_models.SmallCNN):
+class Reads(small_data.SmallCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         output["loss"].item()
@@ -140,16 +140,16 @@ class Reads(small_models.SmallCNN):
 
 
 def test_a_planted_read_is_detected(count: Callable[..., Counts]) -> None:
-    assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.small_cnn(), False, 4).reads + 4
+    assert count(Reads(**small_data.task()), False, 4).reads == count(small_data.small_cnn(), False, 4).reads + 4
 
 
 def test_one_more_kernel_for_each_parameter_is_detected(count: Callable[..., Counts]) -> None:
-    class Clamps(small_models.SmallCNN):
+    class Clamps(small_data.SmallCNN):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             for parameter in self.parameters():
                 assert parameter.grad is not None
                 parameter.grad.clamp_(-9, 9)
 
-    module: nn.Module = Clamps(**small_models.task())
-    more = count(module, False, 1).kernels - count(small_models.small_cnn(), False, 1).kernels
+    module: nn.Module = Clamps(**small_data.task())
+    more = count(module, False, 1).kernels - count(small_data.small_cnn(), False, 1).kernels
     assert more == len(list(module.parameters()))

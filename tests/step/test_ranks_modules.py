@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
-from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LAYOUTS = [{"world": 3}, {"world": 2, "strategy": "dp"}]
@@ -78,32 +77,6 @@ def test_buffers_have_the_same_bits_after_a_stop_and_are_those_that_were_scored(
     assert same_bits(whole.state, *(end.state for end in ends))
     assert ends[0].metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=1e-6)
     assert not same_bits(whole.state, load(tmp_path / "last.ckpt")["state_dict"]), "the control"
-
-
-class Pointer(Net):
-    """Counts samples in a buffer, as a queue does."""
-
-    pointer: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("pointer", torch.tensor(0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.pointer += len(batch[0]) + int(batch[1][0])
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("layout", [{"world": 1}, *LAYOUTS])
-def test_a_buffer_without_a_mean_is_refused_on_all_ranks(ranks: Ranks, layout: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"^exact=true: buffer pointer of Pointer differs between"):
-        fits(ranks, Pointer(), **layout)
-
-
-def test_without_exact_a_line_names_it_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = fits(ranks, Pointer(), 2, exact=False)
-    assert same_bits(first.state, second.state)
-    assert caplog.text.count("buffer pointer of Pointer differs") == 1
 
 
 class Counter(Net):

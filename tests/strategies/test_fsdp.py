@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded_runs import CASES, Classifier, ViT, samples, train, trainer_on
+from strategies.sharded_runs import CASES, Classifier, ViT, samples, train, trainer_on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -56,11 +55,8 @@ REST = tuple(name for name in CASES if name not in FEW)
     ("devices", "reshard", "names"),
     [
         (2, False, DAY),
-        pytest.param(2, False, FEW, marks=pytest.mark.nightly),
         pytest.param(3, True, FEW, marks=pytest.mark.nightly),
         pytest.param(2, True, REST, marks=pytest.mark.nightly),
-        pytest.param(3, False, REST, marks=pytest.mark.nightly),
-        pytest.param(4, False, ("vit adamw",), marks=pytest.mark.nightly),
     ],
 )
 def test_the_weights_have_the_bits_of_one_device(
@@ -70,60 +66,6 @@ def test_the_weights_have_the_bits_of_one_device(
     one = hashes(tmp_path / "one", "auto", names)
     assert on(devices, hashes, tmp_path / "sharded", FSDP(reshard=reshard), names) == one
     assert len({*one.values()}) == len(one)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("processes")
-def test_without_exact_the_weights_are_the_same_to_rounding_and_have_other_bits(tmp_path: Path) -> None:
-    """The control: torch's own sums have other bits on each layout."""
-    names = ("vit adamw",)
-    one = hashes(tmp_path / "one", "auto", names, exact=False)
-    assert on(2, hashes, tmp_path / "two", FSDP(), names) != one  # exact, so other bits than plain sums
-    plain = on(2, partial(hashes, exact=False), tmp_path / "plain", FSDP(), names)
-    assert plain != one
-
-
-SIDES: dict[str, tuple[int, Any]] = {
-    "one": (1, "auto"),
-    "ddp 2": (2, "ddp"),
-    "fsdp 2": (2, FSDP()),
-    "fsdp 3": (3, FSDP(reshard=True)),
-    "parts 2": (2, FSDP(checkpoint="sharded")),
-    "parts 3": (3, FSDP(checkpoint="sharded", reshard=True)),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    ("case", "before", "after"),
-    [
-        ("vit adamw", "fsdp 2", "one"),
-        ("vit adamw", "one", "fsdp 3"),
-        ("vit muon clipped", "fsdp 3", "ddp 2"),
-        ("vit muon clipped", "ddp 2", "fsdp 2"),
-        ("vit ema", "fsdp 2", "fsdp 3"),
-        ("convolutions", "fsdp 2", "one"),
-        ("convolutions", "one", "fsdp 2"),
-        ("vit adamw", "parts 2", "one"),
-        ("convolutions", "parts 3", "parts 2"),
-        ("convolutions ema", "parts 2", "one"),
-        ("vit adamw", "one", "parts 3"),
-        ("vit muon clipped", "parts 3", "ddp 2"),
-        ("vit muon clipped", "parts 2", "fsdp 3"),
-        ("vit ema", "parts 2", "parts 3"),
-        ("vit ema", "parts 3", "one"),
-        ("tied", "parts 2", "parts 3"),
-        ("vit fused on a CPU", "parts 2", "parts 3"),
-    ],
-)
-def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case: str, before: str, after: str) -> None:
-    whole = hashes(tmp_path / "whole", "auto", (case,))
-    for (devices, strategy), options in ((SIDES[before], {"max_epochs": 1}), (SIDES[after], {"ckpt_path": "last"})):
-        last = on(devices, partial(hashes, **options), tmp_path / "run", strategy, (case,))
-        folders = [*(tmp_path / "run" / case / "checkpoints").glob("parts-*")]
-        assert len(folders) == (getattr(strategy, "checkpoint", "whole") == "sharded")
-    assert last == whole
 
 
 # --- units ---

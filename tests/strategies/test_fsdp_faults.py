@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_runs import train
+from strategies.sharded_runs import train
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fits import same_bits
-from sharded_runs import Classifier, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from rank_fits import same_bits
-from sharded_runs import Classifier, rank_fit
+from strategies.sharded_runs import Classifier, rank_fit
 from thread_ranks import Ranks
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from rank_fits import same_bits
-from sharded_runs import Classifier, Mixer, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, Mixer, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_fits import Fit, same_bits
-from sharded_runs import CASES, Classifier, Mixer, rank_fit, rank_fits_of
+from strategies.sharded_runs import CASES, Classifier, Mixer, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 

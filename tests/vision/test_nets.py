@@ -7,7 +7,7 @@ from urllib.error import URLError
 import pytest
 import torch
 from conftest import composed
-from small_models import task
+from small_data import task
 
 from lockstep.errors import UserError
 from lockstep.vision.models import Timm, Torchvision

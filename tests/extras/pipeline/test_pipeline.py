@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import RANDOM, Program, summary_of
 from refusals import refused_with
-from small_models import small_cnn
+from small_data import small_cnn
 from torch import nn
 from user_runs import go_on, jobs, must_refuse, same_bits, train
 
