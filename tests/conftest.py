@@ -423,6 +423,12 @@ def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Ru
     return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*SAVES_OFTEN, "exact=true", "pieces=4")
 
 
+# A config makes that same Trainer (trainer/test_one_trainer.py), so the second of the two is enough by day.
+TRAINER_BY_DAY = pytest.mark.parametrize(
+    "either", [pytest.param("template", marks=pytest.mark.nightly), "trainer"], indirect=True
+)
+
+
 @pytest.fixture
 def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Set variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""

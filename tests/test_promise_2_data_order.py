@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conftest import TRAINER_BY_DAY
 from user_runs import RECORDED, go_on, recorded_pieces, train
 
 from lockstep import hash64
@@ -25,6 +26,7 @@ def samples_of(folder: Path) -> list[list[int]]:
     return [[sample for row in rows if row["step"] == step for sample in row["ids"]] for step in steps]
 
 
+@TRAINER_BY_DAY
 def test_every_layout_reads_the_same_order(either: Path, tmp_path: Path) -> None:
     swept = train(either, tmp_path / "layouts", "LitDigits", RECORDED, "strategy=ddp,dp", "devices=1,4", "-m")
     first, *others = [order_of(folder) for folder in swept.jobs]
@@ -42,6 +44,7 @@ def test_every_layout_reads_the_same_order(either: Path, tmp_path: Path) -> None
     assert samples_of(three_of_another_seed) != steps[:4], "the control: another seed"
 
 
+@TRAINER_BY_DAY
 def test_a_run_that_was_cut_reads_on_where_it_was_on_another_layout(either: Path, tmp_path: Path) -> None:
     """The run is killed after six steps, of which the checkpoint holds five or six."""
     whole = train(either, tmp_path / "whole", "LitDigits", RECORDED)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, apart, checkpoint_of, summary_of
+from conftest import TRAINER_BY_DAY, Program, apart, checkpoint_of, summary_of
 from user_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
 
 TINY = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "data.val_fraction=0", "logger=none", "threads=1")
 
 
+@TRAINER_BY_DAY
 def test_every_layout_takes_the_steps_of_a_plain_loop(either: Path, tmp_path: Path) -> None:
     run = train(either, tmp_path, "LitDigits", "lr=0.1", "strategy=ddp,dp", "devices=1,4", "-m")
     replica = Replica()
@@ -37,6 +38,7 @@ def test_what_is_unfrozen_in_mid_run_is_trained_the_same(either: Path, tmp_path:
     assert apart(frozen, plain) > 1e-3
 
 
+@TRAINER_BY_DAY
 def test_a_parameter_that_a_step_leaves_out_is_not_decayed(either: Path, tmp_path: Path) -> None:
     """Its gradient is None there, not zeros. The step is the epoch's last, of one sample: a rank has none."""
     task = ("batch_size=20", "pieces=2")  # 81 samples: 4 x 20 + 1
@@ -71,6 +73,7 @@ def test_a_loss_that_goes_past_forward_is_trained_on(either: Path, tmp_path: Pat
 # --- tails ------------------------------------------------------------------------------------------------------------
 
 
+@TRAINER_BY_DAY
 def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(either: Path, tmp_path: Path) -> None:
     """8 pieces on 3 devices are 3, 3 and 2; the tail leaves pieces and whole processes without a sample. It is the
     second step: DDP talks to all ranks once, in the forward pass after its first synchronised step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, RANDOM, STRATEGIES, Program, Run, checkpoint_of, composed, summary_of
+from conftest import NORMS, RANDOM, STRATEGIES, TRAINER_BY_DAY, Program, Run, checkpoint_of, composed, summary_of
 from user_runs import train
 
 DROPOUT = "model.dropout=0.3"
@@ -62,6 +62,7 @@ def test_one_sha256_over_all_layouts(layouts: Run) -> None:
         assert len({s["metrics"][name] for s in actual}) == 1, name
 
 
+@TRAINER_BY_DAY
 def test_one_sha256_in_other_precisions(either: Path, layouts: Run, tmp_path: Path) -> None:
     run = swept(either, tmp_path, "precision=bf16-mixed,64-true", "strategy=ddp,dp", "devices=3")
     bf16, also_bf16, double, also_double = shas(run)
@@ -70,6 +71,7 @@ def test_one_sha256_in_other_precisions(either: Path, layouts: Run, tmp_path: Pa
     assert len({bf16, double, shas(layouts)[0]}) == 3  # the control
 
 
+@TRAINER_BY_DAY
 def test_one_sha256_with_uneven_shares(either: Path, layouts: Run, tmp_path: Path) -> None:
     actual = shas(swept(either, tmp_path, "strategy=ddp,dp", "devices=2", "strategy.shares=[0.8,0.2]"))
     assert len(actual) == 2

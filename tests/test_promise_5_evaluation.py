@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import STRATEGIES, Program, summary_of
+from conftest import STRATEGIES, TRAINER_BY_DAY, Program, summary_of
 from event_files import Board
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +119,7 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(either: Path, tmp
     assert swept.stderr.count(output) == template
 
 
+@TRAINER_BY_DAY
 def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(either: Path, tmp_path: Path) -> None:
     task = ("data.val_fraction=0.3", "pieces=6", "exact=true", "max_steps=2", "seed=7")
     alone, several = (train(either, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))

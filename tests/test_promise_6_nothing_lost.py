@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Process, Program, Run, checkpoint_of, ended, read_proc, wait_for, workers_of
+from conftest import TINY, TRAINER_BY_DAY, Process, Program, Run, checkpoint_of, ended, read_proc, wait_for, workers_of
 from plain import scalars
 from user_runs import go_on, same_bits, train
 
@@ -77,6 +77,7 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
         assert [value for _, value in actual] == pytest.approx([value for _, value in expected]), curve
 
 
+@TRAINER_BY_DAY
 @pytest.mark.parametrize(("cut", "on"), [("SIGKILL", ("strategy=ddp", "devices=2")), ("SIGTERM", ())])
 def test_a_run_that_a_signal_ends_goes_on_to_the_same_bits_on_another_layout(
     either: Path, tmp_path: Path, cut: str, on: tuple[str, ...]

@@ -32,6 +32,7 @@ def test_the_page_has_commands(project: Path) -> None:
     assert sorted(path.name for path in (project / "shards").iterdir()) == ["test-0.tar", "train-0.tar"]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
 def test_a_command(project: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,16 +93,10 @@ def test_a_fault_is_named_outside_of_a_run_and_in_one(name: str, entry: str, req
     must_name(name, request.getfixturevalue(entry)(name))
 
 
-SOME = ("Counts", "Sound")  # the others are left to `make nightly`
-CASES = [
-    pytest.param(name, entry, marks=[pytest.mark.nightly] * (entry != "parity" or name not in SOME))
-    for entry in ("module_tests", "parity")
-    for name in JUDGED
-]
-
-
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(("name", "entry"), CASES)
+@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("entry", ["module_tests", "parity"])
 def test_programs_name_it_in_the_same_words(name: str, entry: str, request: pytest.FixtureRequest) -> None:
     must_name(name, request.getfixturevalue(entry)(name))
 

@@ -19,11 +19,13 @@ class TestMnistCNN(ModuleTests):
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestSmallCNN(ModuleTests):
     overrides = ["model=small_cnn", "model.dropout=0.3", "model.class_weights=balanced", *DATA, "data.image_size=12"]
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestFastCNN(ModuleTests):
     overrides = ["model=fast_cnn", "model.width=[4,4,8,8]", *DATA, "data.image_size=20"]
 
