@@ -223,7 +223,7 @@ def test_a_batch_sampler_stays_when_batches_are_overfit(tmp_path: Path) -> None:
             "a validation after 8 batches, and an epoch of 11 batches, would come inside a step",
         ),
         ({"accumulate_grad_batches": 4, "val_check_interval": 12}, "must be less than or equal to the number of the"),
-        ({"accumulate_grad_batches": 4, "batch_size": 48}, "Trainer(batch_size=48), but the training loader has"),
+        ({"accumulate_grad_batches": 4, "batch_size": 40}, "Trainer(batch_size=40), but the training loader has"),
         ({"accumulate_grad_batches": 4, "pieces": 5}, "batch_size=48 can't be cut into 5 equal pieces"),
     ],
 )
