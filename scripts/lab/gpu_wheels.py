@@ -1,32 +1,30 @@
 """Collect in a folder what gpu_day.py needs on a machine without network, and print a list with sizes:
 
-    python scripts/lab/gpu_wheels.py --data-dir <folder with MNIST/ and cifar10_images/>    # into .whl/
+    python scripts/lab/gpu_wheels.py    # into .whl/
 
-The machine has Python 3.12 on x86-64 Linux, torch, torchvision and lightning, but neither Hydra nor pydantic. Without
-`--data-dir` the parts `mnist` and `cifar` of the day are left out there. gpu_day.py unpacks the folder.
-Exit codes: 0 collected, 1 pip failed or the folder is too large, 2 bad input.
+The machine has Python 3.12 on x86-64 Linux, torch, torchvision and lightning, but neither Hydra nor pydantic.
+gpu_day.py installs them from the folder.
+Exit codes: 0 collected, 1 pip failed or the folder is too large.
 """
 
 import argparse
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".whl"
-SITE = Path(tempfile.gettempdir(), "gpu_day_site")  # where a machine has the wheels and the data unpacked
+SITE = Path(tempfile.gettempdir(), "gpu_day_site")  # where a machine has the wheels unpacked
 # Those of the rehearsal. Hydra 1.3 and OmegaConf 2.3 need ANTLR 4.9, which the index has no wheel of.
 WHEELS = ["hydra-core==1.3.8", "omegaconf==2.3.1", "pydantic==2.13.4", "pydantic-core==2.46.4"]
 WHEELS += ["annotated-types==0.7.0", "typing-inspection==0.4.2"]
 BUILT = "antlr4-python3-runtime==4.9.3"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-DATA = ("MNIST/raw", "cifar10_images")
 MOST_MIB = 50  # the checkout itself takes up to 10, and 64 may be taken along
 
 
-def collect(folder: Path, data_dir: Path | None) -> None:
+def collect(folder: Path) -> None:
     """Fill the folder; what it already has stays.
 
     Raises:
@@ -41,11 +39,6 @@ def collect(folder: Path, data_dir: Path | None) -> None:
         )
     if not _wheel(folder, BUILT):
         subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, BUILT], check=True)
-    for name in DATA if data_dir else ():
-        archive = folder / f"{name.partition('/')[0]}.tar.gz"
-        if not archive.exists():
-            with tarfile.open(archive, "w:gz") as tar:
-                tar.add(Path(data_dir or "") / name, name)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     (folder / "commit.txt").write_text(head.stdout)  # the machine may get the files without .git
 
@@ -68,16 +61,6 @@ def install(folder: Path = FOLDER, site: Path = SITE) -> bool:
     return bool(wheels)
 
 
-def unpack_data(folder: Path = FOLDER, site: Path = SITE) -> Path | None:
-    """Unpack the data sets of the folder, once per machine, and return where. Return None if there are none."""
-    archives = sorted(folder.glob("*.tar.gz"))
-    for archive in archives:
-        if not (site / "data" / archive.name.removesuffix(".tar.gz")).is_dir():
-            with tarfile.open(archive) as tar:
-                tar.extractall(site / "data", filter="data")
-    return site / "data" if archives else None
-
-
 def commit(folder: Path = FOLDER) -> str | None:
     """Return the commit from which the folder was collected."""
     path = folder / "commit.txt"
@@ -86,14 +69,10 @@ def commit(folder: Path = FOLDER) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help=f"folder with {' and '.join(DATA)}")
     parser.add_argument("--to", type=Path, default=FOLDER)
     options = parser.parse_args()
-    if lacking := [name for name in DATA if options.data_dir and not (options.data_dir / name).is_dir()]:
-        print(f"error: --data-dir={options.data_dir} has no {lacking[0]}", file=sys.stderr)
-        return 2
     try:
-        collect(options.to, options.data_dir)
+        collect(options.to)
     except subprocess.CalledProcessError as error:
         print(f"error: pip failed with exit code {error.returncode}", file=sys.stderr)
         return 1
