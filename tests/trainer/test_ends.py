@@ -156,9 +156,9 @@ def test_a_loader_process_that_hangs_is_named_and_killed(tmp_path: Path) -> None
         data = DataLoader(Hangs(tmp_path / "pid"), BATCH, num_workers=1)
         trainer(tmp_path, devices=2).fit(Net(), data)
 
-    line = r"^rank 1 did not join the other ranks within 20 s \(hang_timeout\): it was waiting for a loader process"
+    line = r"^rank 1 did not join the other ranks within 8 s \(hang_timeout\): it was waiting for a loader process"
     with pytest.raises(WorkerFailed, match=line):
-        lockstep.launch(run, devices=2, hang_timeout=20)
+        lockstep.launch(run, devices=2, hang_timeout=8)
     deadline = time.monotonic() + TIMEOUT  # a process that was killed still needs a moment to end
     while not ended(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline, "the loader process goes on"

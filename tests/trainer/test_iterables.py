@@ -155,7 +155,9 @@ def test_a_stream_gives_each_layout_what_one_device_reads(tmp_path: Path, name: 
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("name", ["plain", "shuffled", "without an end"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("plain", "without an end"))]
+)
 def test_a_stream_gives_ranks_what_one_device_reads(tmp_path: Path, name: str) -> None:
     one = hashed(tmp_path / "one", name)
     assert lockstep.launch(lambda: hashed(tmp_path / "two", name), devices=2) == one
