@@ -11,7 +11,7 @@ from trainer.small import QUIET, Net, loader, trainer
 
 import lockstep
 from lockstep.launch.environment import environment
-from lockstep.lightning import epochs
+from lockstep.lightning import steps
 
 
 class Elapses(pl.Callback):
@@ -73,7 +73,7 @@ def test_a_run_continues_between_timed_validations(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_rank_zeros_clock_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(steps, "SECONDS_BETWEEN_LOOKS", 0.0)
     one = validated(tmp_path / "one", 2, 8)
     assert lockstep.launch(lambda: validated(tmp_path / "two", 2, 8), devices=2) == one
     monkeypatch.undo()  # looks are rare: the steps may be others, but the ranks agree, or this would hang
