@@ -44,6 +44,12 @@ def test_a_strategy_of_others_is_not_supported(name: str) -> None:
     assert no_option_message("strategy", "ddpp").startswith("strategy=ddpp: did you mean ddp?")
 
 
+def test_a_net_that_has_no_file_may_be_one_of_the_libraries() -> None:
+    message = no_option_message("model", "resnet")
+    assert "did you mean resnet18 or resnet9 or small_resnet18?" in message
+    assert message.endswith("others are in model=timm or model=torchvision with model.arch=<net>")
+
+
 @pytest.mark.parametrize(
     ("key", "here"),
     [("gpus", "devices"), ("bs", "batch_size"), ("wd", "optimizer.weight_decay"), ("max_epoch", "max_epochs")],
