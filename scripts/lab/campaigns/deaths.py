@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from campaigns.campaign import HOUR, Campaign
 from campaigns.processes import Process
 from lightning.pytorch import Callback
@@ -63,13 +62,14 @@ class WithoutSamples(Callback):
     """A control: the first step that is done again lacks the samples of the last rank."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        drops = trainer.global_step > 0 and trainer.global_rank == trainer.world_size - 1
-        parameters = [each for each in pl_module.parameters() if drops and each.requires_grad]
-        self._hooks = [each.register_hook(torch.zeros_like) for each in parameters]
+        self._drops = trainer.global_step > 0 and trainer.global_rank == trainer.world_size - 1
+        pl_module.net.register_forward_hook(self._without_gradient)
+
+    def _without_gradient(self, net: Any, inputs: Any, output: Any) -> Any:
+        return 0 * output if self._drops and net.training else output
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._drops = False
 
 
 class Deaths(Campaign):
