@@ -13,7 +13,8 @@ it).
 
 Four faults are planted ones, for controls: `skip@resumed` takes back the first step of a start that resumes,
 `without@resumed` takes it without the samples of the last rank, `forget@resumed` starts the optimizer's state again,
-and `unlisted@resumed` reads checkpoints without the ledger's line.
+and `unlisted@resumed` reads checkpoints without the ledger's line. `count@trainers` prints at each start how many
+Trainers of before are alive in the process, and `keep@trainers` keeps them alive.
 """
 
 import os
@@ -21,6 +22,7 @@ import resource
 import runpy
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,8 @@ def plant(fault: Fault) -> None:
         torch.load = lambda *args, **kwargs: without_line(load(*args, **kwargs))
     elif fault.moment == "resumed":
         plant_wrong_resume(Checkpoint, fault.what)
+    elif fault.moment == "trainers":
+        plant_count(Checkpoint, keeps=fault.what == "keep")
 
 
 def plant_in_step(fault: Fault) -> None:
@@ -157,6 +161,20 @@ def plant_in_step(fault: Fault) -> None:
         before(ExactGradientSum, "collect", strike)
     else:
         dist.all_reduce = reduce_and_strike
+
+
+def plant_count(checkpoint: Any, keeps: bool) -> None:
+    """Print at each start how many Trainers of before are alive in this process, and maybe keep them alive."""
+    earlier: list[Any] = []
+    alive: list[Any] = []
+
+    def at_start(callback: Any, trainer: Any, module: Any) -> None:
+        count = sum(each() is not None for each in earlier)
+        print(f"{count} of {len(earlier)} earlier Trainers are alive", file=sys.stderr, flush=True)
+        earlier.append(weakref.ref(trainer))
+        alive.extend([trainer] * keeps)
+
+    before(checkpoint, "on_train_start", at_start)
 
 
 def without_line(checkpoint: Any) -> Any:

@@ -64,6 +64,14 @@ def test_a_step_that_is_not_whole_is_seen(run_train: Program, undisturbed: Run, 
     assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
 
 
+@pytest.mark.parametrize(("what", "alive"), [("count", 0), pytest.param("keep", 2, marks=pytest.mark.nightly)])
+def test_survivors_free_what_earlier_trainers_had(run_train: Program, what: str, alive: int) -> None:
+    program = Program(run_train.outputs, "tests/faults.py")
+    run = program(*JOB, "devices=3", env={"FAULT": f"worker@sum:4,worker@piece:8,{what}@trainers"})
+    counts = [line for line in run.stderr.splitlines() if line.endswith("of 2 earlier Trainers are alive")]
+    assert counts == [f"{alive} of 2 earlier Trainers are alive"], str(run)
+
+
 @pytest.mark.nightly
 def test_a_stopped_rank_zero_counts_as_dead_and_writes_nothing(run_train: Program, undisturbed: Run) -> None:
     process = run_train.start(*JOB, "devices=3", "hang_timeout=20")
