@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, Run, page_file
+from conftest import ROOT, TRAINER_BY_DAY, Program, Run, page_file
 from refusals import Refusal, checked, read_table, refused_command, set_machine
 from user_runs import train
 
@@ -138,6 +138,7 @@ BOTH_REFUSE = {
 }
 
 
+@TRAINER_BY_DAY
 @pytest.mark.parametrize("overrides", BOTH_REFUSE)
 def test_a_program_with_the_trainer_refuses_as_the_template_does(either: Path, tmp_path: Path, overrides: str) -> None:
     """Each of its rules: tests/trainer/test_trainer.py. That both have the same: tests/trainer/test_one_trainer.py."""
