@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.guards.losses import HALF, MIN_DIFFERENCE, Losses, WeightedMeans, grows, may_grow
 from lockstep.step.batch import repeated
 from lockstep.step.outputs import outputs_of
-from lockstep.step.parameters import not_in_proportion
 from lockstep.step.trial import Saved, generator_states, peeked_iterators, trial_passes
 from lockstep.text import join_names
 
@@ -35,6 +35,9 @@ CALLS = 8  # of a step that draws random numbers of Python or numpy, until its l
 MEANS = 8  # pieces of a process whose loss is compared with those of its parts
 PARTS = 32  # samples of the piece whose parts are compared; more would take too much time
 BLOCKS = 8  # parts of these samples
+FACTORS = 2.0**-8, 2.0**8  # of a loss, so that gradients have the same digits
+TOLERANCE = 1e-2  # of the largest element; kernels that are not deterministic differ by less
+NOISE = 1e-3  # of the largest element of all gradients: what smaller gradients are may be rounding
 ALWAYS, EXACT, NEVER = "always", "exact", "never"
 
 
@@ -508,6 +511,35 @@ class _Trial:
                 "process takes others, and a resumed run begins it anew: let the data set return them with its "
                 f"samples, or choose them by the number of the step {PAGE}",
             )
+
+
+def not_in_proportion(loss: Tensor, module: nn.Module) -> list[str]:
+    """Return the parameters whose gradient is not 65,536 times as large when the loss is.
+
+    Large parameters but the first are left out, to save memory: what they have behind them, small ones have, too. So
+    are losses in float16, whose gradients would overflow.
+    """
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    chosen = [pair for number, pair in enumerate(trained) if not number or pair[1].numel() <= SMALL]
+    if torch.is_autocast_enabled(loss.device.type) and torch.get_autocast_dtype(loss.device.type) is torch.float16:
+        return []
+    parameters = [parameter for _, parameter in chosen if parameter.dtype is not torch.float16]
+    low, high = (
+        torch.autograd.grad(loss * factor, parameters, retain_graph=True, allow_unused=True) for factor in FACTORS
+    )
+    ratio, names = FACTORS[1] / FACTORS[0], {id(parameter): name for name, parameter in chosen}
+    pairs = {
+        names[id(parameter)]: (one, other / ratio)
+        for parameter, one, other in zip(parameters, low, high, strict=True)
+        if one is not None and one.layout is torch.strided and one.isfinite().all() and other.isfinite().all()
+    }
+    largest = {name: float(one.abs().max()) for name, (one, _) in pairs.items() if one.numel()}
+    rounding = NOISE * max(largest.values(), default=0.0)
+    return [
+        name
+        for name, size in largest.items()
+        if float((pairs[name][1] - pairs[name][0]).abs().max()) > TOLERANCE * max(size, rounding)
+    ]
 
 
 def integer_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Action, Layout
 from lockstep.arithmetic.order import hooks_seed
 from lockstep.arithmetic.seeding import seed_python_and_numpy
+from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
-from lockstep.step.parameters import refuse_meta
 from lockstep.step.strategy import PieceStrategy, seed_device
+from lockstep.text import join_names
 
 Schedule = Callable[[Sequence[MicroBatch]], Iterator[tuple[Action, int]]]
 
@@ -56,7 +57,13 @@ class StepStrategy(Strategy, PieceStrategy):
             UserError: it has tensors without data.
         """
         self._failed = False
-        refuse_meta(self.lightning_module)
+        module = self.lightning_module
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        if names := [name for name, tensor in tensors if tensor.is_meta]:
+            raise UserError(
+                f"{join_names(names, 2)} is on torch's device meta, so it has no values: make the module on a CPU, or "
+                "fill it in configure_model: to_empty(device='cpu'), then its weights"
+            )
         super().setup(trainer)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -6,13 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import UserError
 from lockstep.text import join_names
 
-FACTORS = 2.0**-8, 2.0**8  # of a loss, so that gradients have the same digits
-TOLERANCE = 1e-2  # of the largest element; kernels that are not deterministic differ by less
-NOISE = 1e-3  # of the largest element of all gradients: what smaller gradients are may be rounding
 WITH_WHOLE_GRADIENT = "change gradients in on_before_optimizer_step, where they are those of the whole step"
 OTHER_BACKWARD = (
     "a backward pass in training_step, or in a hook, has given a gradient to {}, which would be added to the step's: "
@@ -59,49 +55,6 @@ def check_parameters(module: nn.Module, exact: bool, pieces: int) -> None:
         raise UserError(
             f"exact=true: {join_names(names, 2)} has complex numbers, which have no exact sum: keep real and imaginary "
             "parts as two parameters and use torch.complex(), or exact=false"
-        )
-
-
-def not_in_proportion(loss: Tensor, module: nn.Module) -> list[str]:
-    """Return the parameters whose gradient is not 65,536 times as large when the loss is.
-
-    Large parameters but the first are left out, to save memory: what they have behind them, small ones have, too. So
-    are losses in float16, whose gradients would overflow.
-    """
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    chosen = [pair for number, pair in enumerate(trained) if not number or pair[1].numel() <= SMALL]
-    if torch.is_autocast_enabled(loss.device.type) and torch.get_autocast_dtype(loss.device.type) is torch.float16:
-        return []
-    parameters = [parameter for _, parameter in chosen if parameter.dtype is not torch.float16]
-    low, high = (
-        torch.autograd.grad(loss * factor, parameters, retain_graph=True, allow_unused=True) for factor in FACTORS
-    )
-    ratio, names = FACTORS[1] / FACTORS[0], {id(parameter): name for name, parameter in chosen}
-    pairs = {
-        names[id(parameter)]: (one, other / ratio)
-        for parameter, one, other in zip(parameters, low, high, strict=True)
-        if one is not None and one.layout is torch.strided and one.isfinite().all() and other.isfinite().all()
-    }
-    largest = {name: float(one.abs().max()) for name, (one, _) in pairs.items() if one.numel()}
-    rounding = NOISE * max(largest.values(), default=0.0)
-    return [
-        name
-        for name, size in largest.items()
-        if float((pairs[name][1] - pairs[name][0]).abs().max()) > TOLERANCE * max(size, rounding)
-    ]
-
-
-def refuse_meta(module: nn.Module) -> None:
-    """Refuse parameters and buffers that have no data.
-
-    Raises:
-        UserError: there are some.
-    """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    if names := [name for name, tensor in tensors if tensor.is_meta]:
-        raise UserError(
-            f"{join_names(names, 2)} is on torch's device meta, so it has no values: make the module on a CPU, or fill "
-            "it in configure_model: to_empty(device='cpu'), then its weights"
         )
 
 
