@@ -1,11 +1,9 @@
 """Tests of a user's module."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import pytest
-from torch import Tensor
 
 from lockstep.testing.fake_gpu import ON_CPU, WAITS
 from lockstep.testing.probe import EXPORTED
@@ -27,11 +25,9 @@ class ModuleTests:
     Attributes:
         overrides: command-line overrides that choose the module, its data set and its options. `batch_size=` and
             `pieces=` may be among them; layout, precision and length are the tests' choice.
-        tolerance: largest relative difference of a weight in float64 that counts as rounding.
     """
 
     overrides: ClassVar[Sequence[str]] = ()
-    tolerance: ClassVar[float] = 1e-8
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -88,14 +84,10 @@ class ModuleTests:
 
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
     def test_a_layout_has_the_same_weights(self, runs: Runs, layout: str) -> None:
-        """Check that ddp on two devices and dp on three give the weights of one device, to rounding in float64."""
-        one, other = runs.weights("float64_one"), runs.weights(f"float64_{layout}")
-        apart = distances(one, other)
-        if names := [name for name, far in apart.items() if not far <= self.tolerance]:
-            fail(
-                f"with {runs.layout(f'float64_{layout}')} the weights differ from those of one device by up "
-                f"to {max(apart.values()):.1e} of their size: {join_names(names)}{hint(runs)}"
-            )
+        """Check in float64 that ddp on two devices and dp on three take the steps of one device, up to rounding."""
+        verdict = runs.verdict("float64_one", f"float64_{layout}")
+        if verdict.code:
+            fail(f"with {runs.layout(f'float64_{layout}')} and on one device: {verdict.line}{hint(runs)}")
 
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
     def test_a_layout_has_the_same_bits_with_exact(self, runs: Runs, layout: str) -> None:
@@ -183,20 +175,6 @@ def on_gpu(runs: Runs, kind: str) -> list[str]:
 def fail(message: str) -> NoReturn:
     """Fail the test with a message and without a traceback, which would show our code."""
     pytest.fail(message, pytrace=False)
-
-
-def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the norm of the difference of two runs' tensors by name, as a part of the first one's norm.
-
-    The divisor is at least a thousandth of the norm of all tensors: the bias before a BatchNorm, for example, has a
-    gradient that is zero but for rounding, so its relative difference means nothing.
-    """
-    norms = {name: float(tensor.double().norm()) for name, tensor in one.items()}
-    least = 1e-3 * math.hypot(*norms.values())
-    return {
-        name: float((one[name].double() - other[name].double()).norm()) / (max(norms[name], least) or 1.0)
-        for name in one
-    }
 
 
 def differing(runs: Runs, one: str, other: str) -> list[str]:

@@ -1,4 +1,8 @@
-"""Calls of a module outside a run: its initial weights, its forward pass, its export."""
+"""Calls of a module outside a run: its initial weights, its forward pass, its export.
+
+Nothing of this is a step, so nothing is recorded as one: initial weights are compared to the bit, and an exported
+network, which is other code for the same numbers, to CLOSE.
+"""
 
 from pathlib import Path
 from typing import Any

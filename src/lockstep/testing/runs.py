@@ -27,6 +27,10 @@ from lockstep.guards.first_step import read_findings
 from lockstep.job.evaluation import evaluate
 from lockstep.job.training import fit_and_test
 from lockstep.launch.parent import launch
+from lockstep.programs.sameness.judging import Pair
+from lockstep.programs.sameness.recorded import Side
+from lockstep.programs.sameness.training import read_run
+from lockstep.programs.sameness.verdict import Verdict, judge
 from lockstep.testing.probe import probe
 from lockstep.testing.server import Server
 
@@ -34,6 +38,7 @@ STEPS, SAVED = 4, 2  # optimizer steps of a run; steps between two checkpoints
 EVALUATED, GROUP = 21, 4  # most samples of validation and test; samples of a batch, which do not divide them
 ONE, DDP, DP = {"strategy": "auto"}, {"strategy": "ddp", "devices": 2}, {"strategy": "dp", "devices": 3}
 FLOAT64 = {"precision": "64-true", "exact": False}
+FLIPPED = "float64_flipped"  # the last bit of each weight before the first step: its distance is what rounding does
 EXACT = {"precision": "32-true", "exact": True}
 SHORT: dict[str, Any] = {
     "accelerator": "cpu",
@@ -70,6 +75,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "float64_one": {**ONE, **FLOAT64},
     "float64_ddp": {**DDP, **FLOAT64},
     "float64_dp": {**DP, **FLOAT64},
+    FLIPPED: {**ONE, **FLOAT64},
     "killed": {**ONE, **EXACT, "callbacks": {"kill": KILL}},
     "resumed": {**ONE, **EXACT, "_in": "killed"},
     "tested_batch_1": {**ONE, **FLOAT64, "batch_size": 1, **EVALUATION},
@@ -77,6 +83,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "tested_ddp": {**DDP, **FLOAT64, "batch_size": 2 * GROUP, **EVALUATION},
     "probe": {**ONE, **FLOAT64, "_work": probe, "_after": "exact_one"},
 }
+
+
+RECORDS = "records"  # of the runs in float64, in their folders
 
 
 class Kill(Callback):
@@ -150,6 +159,13 @@ class Runs:
         state = self._checkpoint(name)["state_dict"]
         return {key: value for key, value in state.items() if value.is_floating_point()}
 
+    def verdict(self, one: str, other: str) -> Verdict:
+        """Return the verdict on the steps of two runs in float64, as `lockstep same` gives it."""
+        for name in (one, other, FLIPPED):
+            self.result(name)
+        first, second, flipped = (read_run(self.folder / name / RECORDS) for name in (one, other, FLIPPED))
+        return judge(Pair(Side(one, first, flipped=(flipped,)), Side(other, second)))
+
     def attributes(self) -> list[str]:
         """Return the names of Python attributes that have changed, which no checkpoint has."""
         return sorted(self._checkpoint("exact_one")["continuation"].get("attributes", {}))
@@ -184,6 +200,9 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     shown = {key: options for key, options in raw["callbacks"].items() if work is fit_and_test and key not in SILENT}
     if work is fit_and_test:
         shown["findings"] = FINDINGS
+    if name.startswith("float64"):
+        record: dict[str, Any] = {"_target_": "lockstep.programs.sameness.training.Record", "steps": STEPS}
+        shown["record"] = {**record, "folder": str(at / RECORDS), "flip": int(name == FLIPPED)}
     raw = {**raw, **changes, "callbacks": {**shown, **changes.get("callbacks", {})}}
     config = check(raw, trains=work is not evaluate, overridden=chosen - USUAL.keys() - SHORT.keys() - changes.keys())
     if after:
