@@ -292,8 +292,10 @@ class Recorder:
         tensors = dict(tensors_in(torch, {**dict(enumerate(inputs)), **options}))
         if any(value.requires_grad for value in tensors.values()):
             return  # a later part of the network, or a loss
-        if not any(value.requires_grad for value in module.parameters()):
-            return  # a metric, or a loss
+        drawn = before != self.random_state()
+        if not any(value.requires_grad for value in module.parameters()):  # a metric, a loss, noise on the samples
+            self.calls.drawn = drawn or self.calls.__dict__.get("drawn", False)
+            return
         evaluating = Counter(
             type(each).__name__
             for each in module.modules()
@@ -301,7 +303,7 @@ class Recorder:
         )
         made: dict[str, Any] = {"module": type(module).__name__, "training": module.training}
         made |= {"evaluating": evaluating, "autocast": self.calls.autocast}
-        made |= {"random": before, "drawn": before != self.random_state()}
+        made |= {"random": before, "drawn": self.calls.__dict__.pop("drawn", False) or drawn}
         rows = {name: value for name, value in tensors.items() if value.dim()}
         if rows:
             # Labels may come first: a sample is the first input that has more than a number for each.

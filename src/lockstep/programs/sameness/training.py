@@ -1,9 +1,11 @@
 """Record the steps of a run of Lockstep from inside, in the workers of its own layout: no other program is started."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 
 from lockstep import trace
@@ -45,7 +47,7 @@ class Record(pl.Callback):
         trace.attach(self.recorder)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.recorder.micro_batches = len(batch.micro_batches)
+        self.recorder.ids = [each.ids for each in batch.micro_batches]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.recorder.end_step()
@@ -67,7 +69,7 @@ class InTraining(trace.Recorder):
     def __init__(self, torch: Any, variables: dict[str, str], trainer: Any, module: Any) -> None:
         super().__init__(torch, variables)
         self.strategy, self.module, self.precision = trainer.strategy, module, trainer.precision
-        self.micro_batches = 0  # of this process in the step under way
+        self.ids: list[Any] = []  # of the samples of this process's micro-batches in the step under way
         self.taken: tuple[Any, ...] | None = None  # the step that the optimizer has taken
 
     def top(self, module: Any) -> Any:
@@ -95,11 +97,20 @@ class InTraining(trace.Recorder):
         return self.parameters(self.module)
 
     def after_backward(self) -> None:
-        """Record a pass, if it is not one that has no effect, for other processes."""
-        passes = [*self.now["passes"]]
+        """Record a pass, if it is not one that has no effect, for other processes.
+
+        Its samples are known by their numbers: `training_step` may have added noise before the network gets them.
+        """
+        passes, number = [*self.now["passes"]], len(self.now["norms"]) - 1
         super().after_backward()
-        if len(self.now["norms"]) > self.micro_batches:
-            self.now |= {"passes": passes, "losses": self.now["losses"][: self.micro_batches]}
+        if number >= len(self.ids):
+            self.now |= {"passes": passes, "losses": self.now["losses"][: len(self.ids)]}
+            return
+        ids = np.asarray(self.ids[number], dtype="<i8")
+        packed = base64.b64encode(ids.tobytes()).decode()
+        for each in self.now["passes"][len(passes) :]:
+            if len(each.get("samples", "")) == len(packed):  # as many samples
+                each["samples"] = packed
 
     def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         if self.stepping is optimizer:
