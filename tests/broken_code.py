@@ -78,12 +78,13 @@ class Counts(LitDigits):
 
 
 class CountsInHooks(LitDigits):
-    """One that counts outside of `training_step`."""
+    """One that counts outside of `training_step`, in a hook of each piece."""
 
     count = 0
 
-    def on_train_batch_start(self, batch, batch_idx):
-        self.count += 1
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.count += self.training
+        return batch
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) / self.count
