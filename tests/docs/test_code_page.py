@@ -21,6 +21,7 @@ def defined_names(file: Path) -> set[str]:
 
 def missing(text: str) -> list[str]:
     """Return the files that a step of a walk names and that are not there, and the names that its files lack."""
+    text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)  # a table says what was there at an earlier commit
     steps = re.split(r"^\d+\. |^## ", text, flags=re.MULTILINE)[1:]
     problems = []
     for step in steps:
