@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -310,6 +311,7 @@ def _last_frame(stack: str) -> str:
     return f"at {_format_frame(*candidates[0])}" if candidates else ""
 
 
+@cache
 def is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
     lockstep, path = Path(__file__).parents[1], Path(file)

@@ -75,10 +75,13 @@ class GradientSum:
         If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
         an optimizer would apply weight decay.
         """
+        scale, is_summed = self.scale(step_batch), self._reducer_sends or self.world_size == 1
+        if scale == 1 and is_summed:
+            return
         parameters = self.parameters()
-        if (scale := self.scale(step_batch)) != 1:
+        if scale != 1:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        if self._reducer_sends or self.world_size == 1 or not parameters:
+        if is_summed or not parameters:
             return
         flat = flattened(parameters)
         dist.all_reduce(flat)
