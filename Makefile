@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
 TEST   := $(BIN)/python -m pytest -n 2 --dist worksteal # two at a time; ARGS="-n 0": one after another, in this process
-QUICK  := $(TEST) -m "unit or ranks" --ignore tests/engines --ignore tests/lab # which have neither
+QUICK  := $(TEST) -m "(unit or ranks) and not nightly" --ignore tests/engines --ignore tests/lab # which have neither
 ROOMS  := arithmetic step lightning strategies checkpoint config
 unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python store the bytecode of the first import
 

@@ -39,7 +39,8 @@ FOLDER = ROOT / "mutants"
 ROOMS = ("arithmetic", "step", "lightning", "checkpoint")
 OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  # pytest's codes; else: out of time
 SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
-ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
+QUICK = "(unit or ranks) and not nightly"
+ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", QUICK, f"--deselect={SLOWED}"]
 # Documents are not in mutants/, and quick has neither engines nor lab.
 TESTS = ("tests", *(f"--ignore=tests/{name}" for name in ("docs", "engines", "lab", "test_repo.py")))
 SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
