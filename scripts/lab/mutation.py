@@ -51,7 +51,6 @@ GPU = "Without a GPU, the same program: all tensors are on one device"
 EQUIVALENT = {  # a part of a line, what it becomes, and why no test can tell
     (".min(initial=0)", ".min(initial=1)"): "The same program: the largest value starts at 0",
     ('torch.device("cuda", index)', "torch.device(index)"): "The same program: to torch, a number alone is a GPU's",
-    ("nan_to_num(0, 0, 0)", "nan_to_num(None, 0, 0)"): "The same program: 0 is the default",
     ("on_batch_start(batch, dataloader_idx)", "on_batch_start(batch, None)"): (
         "The same program: an evaluation has one loader, for which Lightning gives None"
     ),
