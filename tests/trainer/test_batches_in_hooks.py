@@ -3,6 +3,7 @@
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +16,7 @@ from trainer.small import BATCH, SAMPLES, Data, Net, fit, loader, samples, train
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.step import outputs as step_outputs
 from lockstep.step.batch import CannotJoin, joined
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -124,6 +126,29 @@ class OneTensor(Net):
 def as_dicts(items: list[Any]) -> dict[str, Any]:
     x, y = zip(*items, strict=True)
     return {"x": torch.stack(x), "y": torch.stack(y), "name": [str(int(each)) for each in y]}
+
+
+class Returns(Net):
+    """Returns rows for each sample; `asks`: whether a hook uses them."""
+
+    asks = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "rows": batch[0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"].shape == ()
+        assert not self.asks or len(outputs["rows"]) == len(batch[0])
+
+
+def test_results_are_put_together_only_when_a_hook_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Mock(wraps=joined)
+    monkeypatch.setattr(step_outputs, "joined", spy)
+    fit(tmp_path, loader(), kind=Returns, pieces=2)
+    assert not spy.called
+    monkeypatch.setattr(Returns, "asks", True)
+    fit(tmp_path, loader(), kind=Returns, pieces=2)
+    assert spy.called, "the control"
 
 
 def test_batches_of_other_kinds(tmp_path: Path) -> None:

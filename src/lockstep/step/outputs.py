@@ -18,47 +18,55 @@ Outputs = dict[str, Tensor]
 class StepOutputs(dict[str, Any]):
     """What `on_train_batch_end` gets of the results of `training_step`.
 
-    What is no number is put together from the pieces.
+    What is no number is put together when a hook first asks for it. A process without a sample gets 0 for a number,
+    and no rows.
 
     Args:
         numbers: the means of the numbers.
         others: the other results of each piece.
         sizes: the samples of each piece.
-        before: those of an earlier step, if this process has no sample in this one. It gets 0 for each number of them,
-            and no rows of the others.
 
     Attributes:
         numbers: see Args.
+        before: those of an earlier step, if this process has no sample in this one.
     """
 
-    def __init__(
-        self,
-        numbers: Outputs,
-        others: Sequence[dict[str, Any]],
-        sizes: Sequence[int],
-        before: "StepOutputs | None" = None,
-    ) -> None:
+    def __init__(self, numbers: Outputs, others: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
         if others:  # one row of a piece with one sample looks like a number
             numbers = {name: value for name, value in numbers.items() if name not in others[0]}
         super().__init__(numbers)
-        self.numbers, self._samples = numbers, sum(sizes)
-        self._refused: set[str] = set()
+        self.numbers = numbers
+        self.before: StepOutputs | None = None
+        self._others, self._sizes, self._refused = others, sizes, set[str]()
+
+    def _complete(self) -> None:
+        """Add what is no number, once."""
+        others, self._others = self._others, []
+        if self.before is not None:
+            self._add_empty(self.before)
         for name in others[0] if others else ():
             if all(name in each for each in others):
                 try:
-                    value = joined([each[name] for each in others], sizes)
-                    self[name] = apply_to_collection(value, Tensor, Tensor.detach)
+                    value = joined([each[name] for each in others], self._sizes)
+                    super().__setitem__(name, apply_to_collection(value, Tensor, Tensor.detach))
                 except CannotJoin:
                     self._refused.add(name)
-        for name, value in before.items() if before is not None else ():
-            if before is not None and name in before.numbers:
-                self.setdefault(name, torch.zeros_like(value))
-            elif before is not None:
+
+    def _add_empty(self, before: "StepOutputs") -> None:
+        """Add the names of an earlier step's results, with 0 for numbers and no rows."""
+        for name, value in before.items():
+            if name in before.numbers:
+                super().setdefault(name, torch.zeros_like(value))
+            else:
                 with suppress(CannotRepeat):
-                    self[name] = repeated(value, before._samples, range(0))
+                    super().__setitem__(name, repeated(value, sum(before._sizes), range(0)))
+        self.before = None
 
     def __missing__(self, name: str) -> Any:
-        """Raise an error that says why there is no such result."""
+        """Return what is no number; or raise an error that says why there is no such result."""
+        self._complete()
+        if super().__contains__(name):
+            return super().__getitem__(name)
         if name in self._refused:
             raise UserError(
                 f"a hook uses outputs[{name!r}], and what training_step returned for the pieces of the step can't be "
@@ -68,7 +76,38 @@ class StepOutputs(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a result, or the default if there is none."""
-        return self[name] if name in self or name in self._refused else default
+        self._complete()
+        return self[name] if name in self._refused else super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        """Check whether there is a result with this name."""
+        self._complete()
+        return super().__contains__(name) or name in self._refused
+
+    def __iter__(self) -> Any:
+        """Iterate the names."""
+        self._complete()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        """Return the number of results."""
+        self._complete()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        """Return the names."""
+        self._complete()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Return the results."""
+        self._complete()
+        return super().values()
+
+    def items(self) -> Any:
+        """Return the names and results."""
+        self._complete()
+        return super().items()
 
 
 def numbers_of(outputs: Any) -> Outputs:

@@ -191,10 +191,11 @@ class StepPasses:
         micro_batches, others = step.batch.micro_batches, step.others
         order = sorted(range(len(others)), key=lambda at: micro_batches[at].piece)  # dp computes them in rounds
         sizes = [micro_batches[at].size for at in order]
-        before = None if others else self.last_outputs
-        outputs = StepOutputs(numbers, [others[at] for at in order], sizes, before)
+        outputs = StepOutputs(numbers, [others[at] for at in order], sizes)
         if others and self.leaves_ranks_empty:
             self.last_outputs = outputs
+        elif not others:
+            outputs.before = self.last_outputs
         return outputs
 
     def flush(self) -> None:
