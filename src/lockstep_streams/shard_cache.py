@@ -254,9 +254,11 @@ class ShardCache:
         """Fetch shards in the background, in the order of `needs`; see `lockstep.data.streams.ReadsAhead`."""
         process = self._state()
         for each in reversed(needs):  # so that what is needed first counts as used last
+            known = self.known(each.shard)
             with contextlib.suppress(OSError):
-                path = self.path(self.known(each.shard))
+                path = self.path(known)
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                process.used[known.sha256] = time.monotonic()  # the threads do not note it again, in their order
         with process.lock:
             process.announced = {self.known(each.shard).sha256 for each in needs}
             process.wanted = [each.shard for each in needs]
