@@ -41,11 +41,12 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     Raises:
         UserError, WorkerFailed, Interrupted: see `launch`. summary.json then has the error.
     """
-    if external_workers() and (config.max_restarts or config.elastic or config.survive):
-        setting = "elastic=true" if config.elastic else "survive=true"
-        setting = f"max_restarts={config.max_restarts}" if config.max_restarts else setting
+    settings = [f"max_restarts={config.max_restarts}"] * bool(config.max_restarts)
+    settings += ["elastic=true"] * config.elastic + ["survive=true"] * config.survive
+    if external_workers() and settings:
         raise UserError(
-            f"{setting}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun --max-restarts=3"
+            f"{settings[0]}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun "
+            "--max-restarts=3"
         )
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(

@@ -91,15 +91,14 @@ def launch(
 
         def start(group: Group) -> Worker:
             receiver, sender = context.Pipe(duplex=False)
-            orders, announcements = context.Pipe(duplex=False)
-            place = WorkerPlace(
-                *(group, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender),
-                *((orders, survival.arguments) if survival else ()),
-            )
+            orders, announcements = context.Pipe(duplex=False) if survival else (None, None)
+            here = group, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender
+            place = WorkerPlace(*here, orders, survival.arguments if survival else None)
             process = context.Process(target=run_worker, args=(work, args, place))
             process.start()
             sender.close()
-            orders.close()
+            if orders is not None:
+                orders.close()
             uses_nccl = layout.has_process_group and layout.accelerator == "gpu"
             workers.append(Worker(group.rank, process, receiver, uses_nccl, announcements))
             return workers[-1]
