@@ -1,6 +1,13 @@
 """Atomic writes and locks. Standard library only.
 
 After a kill at any moment, a file is either the old one or the new one.
+
+All locks of Lockstep are here, and of one kind: `flock`. The kernel releases one when the last process that has the
+open file exits or closes it, however it exits, so a file that a killed process leaves behind has no effect. A fork
+inherits the lock; where only the process that took it may have it, the fork closes the file (trainer/lock.py). Linux
+sends such a lock on NFS to the server as one of the whole file, so it holds among all machines that share the folder;
+the server releases the lock of a dead machine only after a while. Some file systems have no locks: then `try_lock`
+raises an OSError, and the caller decides what that means.
 """
 
 import contextlib
@@ -74,15 +81,29 @@ def link_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> N
 def try_lock(descriptor: int) -> bool:
     """Lock a file until all processes that have it open exit or close it. Return False if another one has the lock.
 
-    On a file system without locks (ENOLCK, ENOTSUP, ENOSYS) it counts as locked: callers can do no better.
+    Raises:
+        OSError: the file system has no locks (ENOLCK, ENOTSUP, ENOSYS).
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True
     return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder, or of a file, which is created for all users. Where there are no locks: go on."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o666)
+            opened.callback(os.close, descriptor)
+            if flags & os.O_CREAT:
+                with contextlib.suppress(PermissionError):  # another user has created it
+                    os.fchmod(descriptor, 0o666)  # whatever the umask is
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _open_temporary(path: Path) -> IO[bytes]:
@@ -91,13 +112,24 @@ def _open_temporary(path: Path) -> IO[bytes]:
         with contextlib.suppress(FileExistsError):  # another process has just made it
             if _remove_left_behind(temporary):
                 file = open(temporary, "xb")  # noqa: SIM115  the caller closes it
-                if try_lock(file.fileno()) and _has_name(file.fileno(), temporary):
+                if _is_written_here(file.fileno(), temporary):
                     return file
                 file.close()  # another process took it for one that was left behind
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(temporary))
 
 
-def _has_name(descriptor: int, path: Path) -> bool:
+def _is_written_here(descriptor: int, temporary: Path) -> bool:
+    """Lock an open temporary file. Return False if another process writes it, or has renamed or removed it meanwhile.
+
+    On a file system without locks it counts as locked.
+    """
+    try:
+        return try_lock(descriptor) and has_name(descriptor, temporary)
+    except OSError:
+        return has_name(descriptor, temporary)
+
+
+def has_name(descriptor: int, path: Path) -> bool:
     """Check whether an open file still has a name: meanwhile another process may have renamed or removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
@@ -115,7 +147,7 @@ def _remove_left_behind(temporary: Path) -> bool:
         temporary.unlink(missing_ok=True)
         return True
     try:
-        if not (try_lock(descriptor) and _has_name(descriptor, temporary)):
+        if not _is_written_here(descriptor, temporary):
             return False
         temporary.unlink(missing_ok=True)  # its lock is held meanwhile, so a process that just made it takes another
         return True

@@ -27,8 +27,8 @@ from torch.utils.data import get_worker_info
 
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.errors import UserError
+from lockstep.files import locked
 from lockstep.launch.environment import environment
-from lockstep_streams.locks import locked
 from lockstep_streams.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same, md5_of
 from lockstep_streams.shard_scan import is_packed
 

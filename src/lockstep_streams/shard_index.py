@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import UserError
+from lockstep.files import locked
 from lockstep.text import join_names, plural
 from lockstep.vision.data.classes import class_names as names_of_classes
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.walk import passed_over_text
-from lockstep_streams.locks import locked
 from lockstep_streams.mds import XXHASHES, Hashes, check_hashes
 from lockstep_streams.shard_files import GONE, IMAGES, Shard
 from lockstep_streams.shard_scan import is_packed, scan, stored_name

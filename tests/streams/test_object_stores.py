@@ -36,10 +36,10 @@ from lockstep.data.datasets import innermost_dataset
 from lockstep.data.splits import is_other_data
 from lockstep.data.streams import room_note
 from lockstep.errors import UserError
+from lockstep.files import locked
 from lockstep.report import provenance
 from lockstep_streams import server as servers
 from lockstep_streams import shard_cache
-from lockstep_streams.locks import locked
 from lockstep_streams.remote import Remote, expanded
 
 pytestmark = pytest.mark.usefixtures("servers")

@@ -6,7 +6,6 @@ Lightning, 4.2 if the process also exits without teardown.
 """
 
 import atexit
-import fcntl
 import gc
 import logging
 import multiprocessing
@@ -22,9 +21,10 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from lockstep.errors import UserError
+from lockstep.files import try_lock
 from lockstep.launch.environment import external_workers
 from lockstep.launch.rendezvous import leave_group
 
@@ -127,7 +127,7 @@ def scratch_folder() -> Iterator[str]:
         ) from error
     with open(Path(folder, "lock"), "wb") as lock_file:
         try:
-            _lock(lock_file)
+            try_lock(lock_file.fileno())
         except OSError as error:  # a file system without locks, where later runs remove no folder
             why = f"can't be locked ({error.strerror})"
             print(f"{folder}: {why}: a killed run leaves it behind; TMPDIR may name another folder", file=sys.stderr)
@@ -143,17 +143,8 @@ def _remove_abandoned(parent: str) -> None:
     for lock in Path(parent).glob(f"{SCRATCH_PREFIX}*/lock"):
         with suppress(OSError), open(lock, "rb") as file:  # it may be removed by now, or belong to another user
             young = time.time() - os.fstat(file.fileno()).st_mtime < 1  # its owner may not have locked it yet
-            if not young and _lock(file):
+            if not young and try_lock(file.fileno()):
                 shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until every process that has it open exits. Return False if another process has the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def exit_process(code: int) -> NoReturn:

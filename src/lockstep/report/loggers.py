@@ -1,12 +1,10 @@
 """Open the loggers that a config names, on rank zero. A resumed run continues in the same ones."""
 
 import csv
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from lockstep.config.arguments import key
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.errors import UserError
-from lockstep.files import write
+from lockstep.files import locked, write
 from lockstep.launch.environment import environment
 
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
@@ -73,7 +71,7 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], stored: d
     tracker = {"id", "run_id"} & parameters(kind)
     make = partial(make, **{option: stored[name] for option in tracker if name in stored})
     try:
-        with _alone(Path(known["folder"]).parent):
+        with locked(Path(known["folder"]).parent):  # jobs of a sweep would create one experiment or database at once
             logger: Any = call(name, make, of_any_kind=False)
             if not isinstance(logger, Logger):
                 raise UserError(f"{name}._target_={options['_target_']}: must be a lightning.pytorch.loggers.Logger")
@@ -143,18 +141,6 @@ def title(folder: Path) -> str:
 def _as_typed(override: str) -> str:
     """Return an override as the user typed it: Hydra records `exact=True` for a sweep's job with `exact=true`."""
     return re.sub("=(True|False)$", lambda match: match[0].lower(), override)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder: jobs of a sweep would create the same experiment or database at the same time."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _keep_rows(logger: CSVLogger, step: int) -> None:

@@ -1,16 +1,10 @@
 """The lock of a run's folder, by which it has one run at a time. This module imports neither torch nor Lightning.
 
-It is a POSIX lock (`fcntl.lockf`) on a file in the folder. The kernel releases it when the process ends, however it
-ends, so the file that a killed run leaves behind has no effect. Forked workers do not inherit it, and do not release it
-when they close the inherited descriptor. (A `flock` would stay locked while a worker outlives its parent.) NFS sends
-the lock to its server, so it works on all machines that share the folder. The server releases the lock of a dead
-machine only after a while, which is one reason why a restarted run waits.
-
-A process loses the lock when it closes any other descriptor of the file, so nothing else opens the file.
+It is a lock on a file in the folder (see `lockstep.files`). Forks close the file, so the lock ends with the process
+that has taken it, also if a worker outlives it. A restarted run waits longer, because a server of NFS releases the lock
+of a dead machine only after a while.
 """
 
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -19,13 +13,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.files import has_name, try_lock
 from lockstep.launch.environment import environment
 
 WAIT_SECONDS = 2.0  # time for another run to end
 RESTART_WAIT_SECONDS = 120.0  # after a restart by torchrun or SLURM; NFS waits 90 s for a dead client
 
 _held: dict[str, int] = {}  # descriptors of the files that this process has locked, by the file
-os.register_at_fork(after_in_child=_held.clear)
+
+
+def _close_in_fork() -> None:
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def holds(file: Path) -> bool:
@@ -52,23 +54,21 @@ def take(file: Path) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = try_lock(descriptor)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = _read_owner(descriptor)
-                os.close(descriptor)
-                if time.monotonic() > until:
-                    return holder
-                time.sleep(0.1)
-                continue
+            is_locked = True
             why = f"can't be locked ({error.strerror})"
             print(f"{file}: {why}: do not start a second run in this folder", file=sys.stderr)
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
-                _write_owner(descriptor)
-                _held[os.path.realpath(file)] = descriptor
-                return ""
-        os.close(descriptor)  # the last owner has removed the file
+        if is_locked and has_name(descriptor, file):
+            _write_owner(descriptor)
+            _held[os.path.realpath(file)] = descriptor
+            return ""
+        holder = "" if is_locked else _read_owner(descriptor)
+        os.close(descriptor)
+        if not is_locked:  # otherwise the last owner has removed the file
+            if time.monotonic() > until:
+                return holder
+            time.sleep(0.1)
 
 
 def release(file: Path) -> None:
