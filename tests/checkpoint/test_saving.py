@@ -93,7 +93,7 @@ def test_the_best_are_weights_that_were_validated(tmp_path: Path) -> None:
 
 
 def test_a_monitor_that_nothing_logs_is_refused_with_what_is_logged(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, monitor="val/accuracy")
+    callback = Checkpoint(tmp_path, monitor="val/accuracy", mode="max")
     with pytest.raises(UserError, match=r"val/accuracy: nothing logs it; logged: .*val/acc, val/loss"):
         trainer_with(tmp_path, callback).fit(Plain(), **loaders())
     with pytest.raises(UserError, match="must be max or min"):

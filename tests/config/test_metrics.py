@@ -1,4 +1,4 @@
-"""Which value of a metric is the best: by its name, by the module, by the user, and where two of them contradict."""
+"""Which value of a metric is the best: as Lockstep's models, the model or the user says, and where two contradict."""
 
 from functools import partial
 from pathlib import Path
@@ -11,59 +11,35 @@ from conftest import composed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from plain import Plain, loaders, trainer_with
 from torch import nn
-from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MinMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MinMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.callback import unlogged_metric_message
 from lockstep.config.check import check
-from lockstep.config.metrics import direction_of_name, directions_of_module, known_of_model, resolve_mode
+from lockstep.config.metrics import mode_of_object, modes_with_model, resolve_mode
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.job.build import make_callbacks
 from lockstep.job.optimizers import training_arguments
 
-SMALLEST = "val/loss val_loss loss val/loss_epoch train/loss_step val/loss/dataloader_idx_0"
-LARGEST = "val/acc val_acc val/accuracy acc test/acc_epoch"
-UNKNOWN = (
-    "val/f1 val/mse val/rec val/score val/top5_acc val/dice_loss val/neg_loss val/acc_gap val/loss_acc val/1-acc val"
-)
+
+def test_the_torchmetrics_object_of_a_metric_may_say_it() -> None:
+    objects: dict[Any, str | None] = {
+        MulticlassAccuracy(3): "max",
+        MeanSquaredError(): "min",
+        MeanMetric(): None,
+        MaxMetric(): "max",
+        MinMetric(): "min",
+        Running(MeanSquaredError()): "min",
+        ClasswiseWrapper(MulticlassRecall(3, average=None), labels=["a", "b", "c"]): "max",
+    }
+    assert {each: mode_of_object(each) for each in objects} == objects
 
 
-@pytest.mark.parametrize(
-    ("names", "mode"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "unknown"]
-)
-def test_names(names: str, mode: str | None) -> None:
-    assert {name: direction_of_name(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
-
-
-class Measured(nn.Module):
-    """Metrics under names that do not say which value is the best."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.val_quality, self.val_deviance2, self.mean = MulticlassAccuracy(3), MeanSquaredError(), MeanMetric()
-        kinds: Any = {"q": MeanSquaredError(), "Zed": MulticlassF1Score(3)}
-        self.all = MetricCollection(kinds, prefix="val/", postfix="_m")
-        self.scores = nn.ModuleDict({"deep": MulticlassF1Score(3)})
-        self.by_class = ClasswiseWrapper(MulticlassRecall(3, average=None), labels=["a", "b", "c"])
-        self.highest, self.lowest, self.running = MaxMetric(), MinMetric(), Running(MeanSquaredError())
-        self.val_twice, self.test_twice = MulticlassAccuracy(3), MeanSquaredError()
-
-
-def test_the_torchmetrics_objects_of_a_module() -> None:
-    known = directions_of_module(Measured())
-    largest = "val/quality val_quality test/quality val/Zed_m val/deep val/multiclassrecall_b by_class_a val/highest"
-    smallest = "val/q_m val/lowest val/running val/deviance2"
-    unknown = "val/mean val/twice val/other val"
-    expected = [(largest, "max"), (smallest, "min"), (unknown, None)]
-    for names, mode in expected:
-        assert {name: known(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
-
-
-def test_a_mode_is_set_follows_or_is_refused() -> None:
+def test_a_mode_is_given_known_or_refused() -> None:
     def mode(metric: str, option: str | None) -> str:
         return resolve_mode("x.monitor", metric, option, "x.mode")
 
@@ -71,7 +47,9 @@ def test_a_mode_is_set_follows_or_is_refused() -> None:
     for metric, option, message in (
         ("val/loss", "max", "x.mode=max: smaller values of val/loss are better: give x.mode=min"),
         ("val/acc", "min", "x.mode=min: larger values of val/acc are better: give x.mode=max"),
-        ("val/rec", None, "x.monitor=val/rec: whether larger or smaller .* give x.mode=max or x.mode=min"),
+        ("val/rec", None, "x.monitor=val/rec: nothing says whether larger .* give x.mode=max or x.mode=min"),
+        ("val_loss", None, "x.monitor=val_loss: nothing says whether .*"),
+        ("val/top5_acc", None, "x.monitor=val/top5_acc: nothing says whether .*"),
         ("val/acc", "best", "x.mode=best: must be max or min"),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
@@ -79,11 +57,12 @@ def test_a_mode_is_set_follows_or_is_refused() -> None:
 
 
 def test_the_model_may_state_it_of_its_metric() -> None:
-    known = known_of_model({"monitor": "val/rec", "mode": "min"})
-    assert (known("val/rec"), known("val/acc"), known("val/other")) == ("min", "max", None)
+    known = modes_with_model({"monitor": "val/rec", "mode": "min"})
+    assert (known["val/rec"], known["val/acc"], known.get("val/other")) == ("min", "max", None)
     with pytest.raises(UserError, match=r"model\.mode=max: smaller values of val/loss"):
-        known_of_model({"monitor": "val/loss", "mode": "max"})
-    assert known_of_model({"monitor": "train/loss", "mode": "bilinear"})("val/acc") == "max", "arguments of the module"
+        modes_with_model({"monitor": "val/loss", "mode": "max"})
+    own_arguments = {"monitor": "train/loss", "mode": "bilinear"}
+    assert modes_with_model(own_arguments)["val/acc"] == "max"
 
 
 LOSS = "callbacks.checkpoint.monitor=val/loss"
@@ -137,20 +116,17 @@ class Scored(Plain):
         self.log_dict({"val/renamed": self.val_quality, "val/acc": self.val_rec}, batch_size=1)
 
 
-def test_callbacks_follow_the_modules_objects(tmp_path: Path) -> None:
-    stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/quality}"
+def test_a_callback_of_lightning_gets_the_mode_that_is_known(tmp_path: Path) -> None:
+    stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/rec}"
     saving = "+callbacks.save={_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc}"
-    made = callbacks_of(tmp_path, Scored(), "callbacks.checkpoint.monitor=val/rec", stopping, saving)
+    made = callbacks_of(tmp_path, Scored(), "+model.monitor=val/rec", "+model.mode=max", stopping, saving)
     modes = {type(each): each.mode for each in made if isinstance(each, Checkpoint | EarlyStopping | ModelCheckpoint)}
-    assert modes == {Checkpoint: "min", EarlyStopping: "max", ModelCheckpoint: "max"}, "not Lightning's own default"
-    unknown = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}"
+    assert modes == dict.fromkeys((Checkpoint, EarlyStopping, ModelCheckpoint), "max"), "not Lightning's own default"
     (check_of_monitors,) = (
-        each for each in callbacks_of(tmp_path, Scored(), unknown) if isinstance(each, MonitorCheck)
+        each for each in callbacks_of(tmp_path, Scored(), stopping) if isinstance(each, MonitorCheck)
     )
-    with pytest.raises(UserError, match=r"^callbacks\.stop\.monitor=val/x: .* give \+callbacks\.stop\.mode=max or"):
+    with pytest.raises(UserError, match=r"^callbacks\.stop\.monitor=val/rec: .* give \+callbacks\.stop\.mode=max or"):
         check_of_monitors.on_train_start(pl.Trainer(logger=False), Scored())  # no batch was evaluated before
-    with pytest.raises(UserError, match=r"callbacks\.checkpoint\.mode=max: smaller values of val/rec"):
-        callbacks_of(tmp_path, Scored(), "callbacks.checkpoint.monitor=val/rec", "callbacks.checkpoint.mode=max")
 
 
 @pytest.mark.parametrize("patience", ["callbacks.early_stopping.patience=-1", "scheduler.patience=-1"])
@@ -187,7 +163,7 @@ class Falls(Scored):
         ),
         (Scored(), "val/quality", "min", "stop.monitor=val/quality with mode=min: larger .* give stop.mode=max"),
         (Scored(), "val/renamed", "min", "stop.monitor=val/renamed with mode=min: larger .* give stop.mode=max"),
-        (Scored(), "val/acc", "max", "stop.monitor=val/acc with mode=max: smaller .*: log it under a name that"),
+        (Scored(), "val/acc", "max", "stop.monitor=val/acc with mode=max: smaller .*: log it under another name"),
         (Scored(), "val/quality", "max", None),
     ],
     ids=["schedule", "attribute", "logged object", "misleading name", "control"],
@@ -212,6 +188,6 @@ def test_messages_that_name_a_metric_name_its_direction() -> None:
     for logged, end in (
         (["val/rec"], f"give {key}=val/rec callbacks.checkpoint.mode=max or min"),
         (["val/loss"], f"give {key}=val/loss callbacks.checkpoint.mode=min (smaller is better)"),
-        (["val/accuracy"], f"give {key}=val/accuracy callbacks.checkpoint.mode=max (larger is better)"),
+        (["val/acc"], f"give {key}=val/acc callbacks.checkpoint.mode=max (larger is better)"),
     ):
         assert unlogged_metric_message(key, "val/x", logged, has_mode=True).endswith(end)

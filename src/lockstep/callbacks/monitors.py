@@ -7,14 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
-from lockstep.config.metrics import (
-    MODES,
-    Known,
-    contradiction,
-    direction_of_name,
-    direction_of_object,
-    directions_of_module,
-)
+from lockstep.config.metrics import MODE_OF, MODES, contradiction, mode_of_object
 from lockstep.errors import UserError
 from lockstep.lightning.logs import logged_objects
 from lockstep.step.trial import SavedAttributes
@@ -45,8 +38,7 @@ class MonitorCheck(pl.Callback):
         self._logged_in_check: set[str] = set()
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        of_module = directions_of_module(pl_module)
-        self._check_modes(trainer, lambda metric: direction_of_name(metric) or of_module(metric))
+        self._check_modes(trainer, MODE_OF)
         self._adds_check = self._adds_check or not trainer.num_sanity_val_steps
         if self._adds_check:
             monitored = any(metric.startswith("val") for _, metric, _ in self._monitors(trainer))
@@ -60,8 +52,7 @@ class MonitorCheck(pl.Callback):
         if self._before is not None:
             self._before.restore()
             self._before = None
-        objects = logged_objects(trainer)
-        self._check_modes(trainer, lambda metric: direction_of_object(objects[metric]) if metric in objects else None)
+        self._check_modes(trainer, {name: mode_of_object(each) for name, each in logged_objects(trainer).items()})
         logged = self._logged_in_check = set(trainer.callback_metrics)
         # A module may name its metrics by the stage, or log other ones in this check.
         of_check = any(RunningStage.SANITY_CHECKING.value in each.lower() for each in logged)
@@ -98,17 +89,17 @@ class MonitorCheck(pl.Callback):
             raise UserError(message) from exception
         raise UserError(str(exception)) from exception
 
-    def _check_modes(self, trainer: Any, known: Known) -> None:
-        """Refuse a mode that contradicts its metric."""
+    def _check_modes(self, trainer: Any, modes: Mapping[str, str | None]) -> None:
+        """Refuse a mode that contradicts what is known of its metric."""
         for key, metric, mode in self._monitors(trainer, strict=False):
-            right = known(metric)
+            right = modes.get(metric)
             if right is None or mode not in MODES or mode == right or metric in self._unknown:
                 continue
             remedy = f"give {key.replace('monitor', 'mode')}={right}"
             if key.startswith("configure_"):
                 remedy = f"use mode={right}"
-            if direction_of_name(metric) not in (None, right):  # then the name of the metric misleads
-                remedy = "log it under a name that does not say the opposite"
+            if MODE_OF.get(metric, right) != right:  # then the name of the metric misleads
+                remedy = "log it under another name"
             raise contradiction(f"{key}={metric} with mode={mode}", metric, right, remedy)
 
     def _monitors(self, trainer: Any, strict: bool = True) -> list[tuple[str, str, str | None]]:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of, weights_in_use
 from lockstep.checkpoint.left_out import Attributes, LeftOut
-from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
+from lockstep.config.metrics import MODE_OF, best_value, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
 from lockstep.lightning.epochs import AfterStart
@@ -41,7 +41,7 @@ class Checkpoint(SavesSteps):
         folder: the run folder; the files go to its `checkpoints/`.
         every: optimizer steps between checkpoints; None: only at an epoch's end.
         monitor: the logged metric that selects the best checkpoint; None: no best checkpoint.
-        mode: `max` or `min`; None: it follows from the metric's name.
+        mode: `max` or `min`; may be None for an accuracy and a loss as Lockstep's models log them (`MODE_OF`).
 
     Attributes:
         monitor: the argument.
@@ -224,14 +224,14 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     names = sorted(logged)
     message = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
     same_stage = [name for name in names if name.startswith("val") == metric.startswith("val")]
-    known = [name for name in same_stage if direction_of_name(name)]
+    known = [name for name in same_stage if name in MODE_OF]
     near = [*difflib.get_close_matches(metric, same_stage, n=1, cutoff=0.85), *known, *same_stage]
     if not near:
         otherwise = f", or give {key}=null" if key == "callbacks.checkpoint.monitor" else ""
         return f"{message}; call self.log({metric!r}, ...) in the module{otherwise}"
     message += f"; give {key}={near[0]}"
     if has_mode:
-        mode = direction_of_name(near[0])
+        mode = MODE_OF.get(near[0])
         message += f" {key.removesuffix('monitor')}mode={mode or 'max or min'}"
         message += f" ({best_value(mode)})" if mode else ""
     return message

@@ -30,7 +30,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
 from lockstep.config.hydra_quirks import BasicSweeper
-from lockstep.config.metrics import best_value, known_of_model, resolve_mode
+from lockstep.config.metrics import best_value, modes_with_model, resolve_mode
 from lockstep.config.schema import CACHE_KEYS, Sweep
 from lockstep.config.value_checks import checker
 from lockstep.errors import SweepFailed, UserError
@@ -104,7 +104,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
         raise UserError(f"hydra.sweeper.max_batch_size={batch}: give sweep.jobs=, the number of jobs at the same time")
     if not is_of_training(config):
         return list(arguments)
-    sweep_settings(config)  # raises if its metric has no known direction
+    sweep_settings(config)  # raises if its metric has no known mode
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
     listed = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
     at_once = max(1, int(OmegaConf.select(config, "sweep.jobs") or 1))
@@ -131,11 +131,11 @@ def sweep_settings(config: DictConfig) -> Sweep:
     """Return the checked group `sweep`, with a `mode` of max or min.
 
     Raises:
-        UserError: A key is bad, the mode contradicts the metric, or does not follow from it.
+        UserError: A key is bad, the mode contradicts the metric, or nothing says it.
     """
     sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     model: Any = OmegaConf.to_container(config.model, resolve=False) if config.get("model") else {}
-    mode = resolve_mode("sweep.metric", sweep.metric, sweep.mode, "sweep.mode", known_of_model(model))
+    mode = resolve_mode("sweep.metric", sweep.metric, sweep.mode, "sweep.mode", modes_with_model(model))
     return replace(sweep, mode=cast(Any, mode))
 
 

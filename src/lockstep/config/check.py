@@ -20,7 +20,7 @@ from lockstep.config import rules
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
-from lockstep.config.metrics import known_of_model, with_mode
+from lockstep.config.metrics import modes_with_model, with_mode
 from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.rules import refuse
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
@@ -183,19 +183,17 @@ def _refuse_not_finite(group: str, options: Mapping[str, Any]) -> None:
 
 
 def _with_modes(keys: Keys) -> dict[str, Any]:
-    """Return callbacks and the schedule with each `mode` that follows from the name of the metric.
-
-    Modes that follow from the module only are found when it exists, see `lockstep.job.build`.
+    """Return callbacks and the schedule with each `mode` that is known of its metric.
 
     Raises:
         UserError: A mode contradicts its metric.
     """
-    known = known_of_model(keys.model)
+    modes = modes_with_model(keys.model)
     callbacks = {
-        name: with_mode(f"callbacks.{name}", options, known, required=False) if options else options
+        name: with_mode(f"callbacks.{name}", options, modes, required=False) if options else options
         for name, options in keys.callbacks.items()
     }
-    return {"callbacks": callbacks, "scheduler": with_mode("scheduler", keys.scheduler, known, required=False)}
+    return {"callbacks": callbacks, "scheduler": with_mode("scheduler", keys.scheduler, modes, required=False)}
 
 
 def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:

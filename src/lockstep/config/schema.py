@@ -268,7 +268,7 @@ class Sweep:
     jobs: PositiveInt = 1  # number of runs at the same time
     resume: Text | None = None
     metric: Text = "val/acc"
-    mode: Literal["max", "min"] | None = None  # None: it follows from the metric
+    mode: Literal["max", "min"] | None = None  # None: that of the metric; see config/metrics.py
 
 
 # Two classes are derived from this one: `Keys` checks the values, and `Config` (config/check.py) gets the checked ones.

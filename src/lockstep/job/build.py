@@ -24,14 +24,7 @@ from lockstep.checkpoint.run_checks import SharedFileCheck
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
-from lockstep.config.metrics import (
-    Known,
-    UnknownMode,
-    direction_of_name,
-    directions_of_module,
-    known_of_model,
-    with_mode,
-)
+from lockstep.config.metrics import UnknownMode, modes_with_model, with_mode
 from lockstep.config.run_length import smallest_piece
 from lockstep.data import Splits, StepData
 from lockstep.data.datasets import fetch
@@ -186,11 +179,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "headline": headline(config, splits, folder),
         "started": environment().started,
     }
-    of_module = directions_of_module(module)
-    known = known_of_model(config.model, lambda metric: direction_of_name(metric) or of_module(metric))
+    modes = modes_with_model(config.model)
     unknown: dict[str, UserError] = {}
     groups = {
-        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known, unknown)
+        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, modes, unknown)
         for name, options in config.callbacks.items()
         if options
     }
@@ -221,7 +213,9 @@ def _has_lr(module: pl.LightningModule) -> bool:
     return any(hasattr(module, name) or name in module.hparams for name in ("lr", "learning_rate"))
 
 
-def _with_mode(key: str, options: dict[str, Any], known: Known, unknown: dict[str, UserError]) -> dict[str, Any]:
+def _with_mode(
+    key: str, options: dict[str, Any], modes: Mapping[str, str], unknown: dict[str, UserError]
+) -> dict[str, Any]:
     """Return a callback's options with the `mode` of its `monitor`, if its class takes one.
 
     If the mode is unknown, it is `min` until `MonitorCheck` refuses it: the metric may be one that nothing logs.
@@ -229,7 +223,7 @@ def _with_mode(key: str, options: dict[str, Any], known: Known, unknown: dict[st
     if "mode" not in parameters(locate(f"{key}._target_", str(options.get("_target_")))):
         return options
     try:
-        return with_mode(key, options, known, required=True)
+        return with_mode(key, options, modes, required=True)
     except UnknownMode as refusal:
         if not options["monitor"].startswith("val"):
             raise

@@ -14,7 +14,7 @@ from lockstep.arithmetic.exact_sum import dense
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
 from lockstep.config.instantiate import LATER, call, defaults, instantiate, locate, parameters
-from lockstep.config.metrics import known_of_model, with_mode
+from lockstep.config.metrics import modes_with_model, with_mode
 from lockstep.config.run_length import RunLength, run_length
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
@@ -155,7 +155,7 @@ def _scheduler(
         return None
     lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
     takes_mode = "mode" in parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
-    whole = with_mode("scheduler", config.scheduler, known_of_model(config.model), required=takes_mode)
+    whole = with_mode("scheduler", config.scheduler, modes_with_model(config.model), required=takes_mode)
     schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
     if schedule.get("mode", "") is None:  # there is no metric, which is refused below
         del schedule["mode"]

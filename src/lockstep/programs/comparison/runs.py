@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.metrics import direction_of_name
+from lockstep.config.metrics import MODE_OF
 from lockstep.errors import UserError
 from lockstep.programs.common.keys import differing
 from lockstep.programs.comparison.pair import ABSENT, flat, read, recorded_config, show
@@ -158,7 +158,7 @@ def followed_metric(groups: Sequence[Group]) -> tuple[str, str | None]:
     configs = [run.config for group in groups for run in group.runs]
     named = {(config.get("model.monitor", "val/acc"), config.get("model.mode")) for config in configs}
     monitor, mode = named.pop() if len(named) == 1 else ("val/acc", "max")
-    return monitor.removeprefix("val/"), mode or direction_of_name(monitor)
+    return monitor.removeprefix("val/"), mode or MODE_OF.get(monitor)
 
 
 def is_run(folder: Path) -> bool:
