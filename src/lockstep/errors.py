@@ -24,30 +24,20 @@ class WorkerFailed(Exception):
 
     Args:
         message: the message.
-        local_rank: the worker's rank on its machine.
+        local_rank: the rank on its machine of the worker, or the number of the device, that the message is about; None
+            in a worker: it is about this one.
         steps: optimizer steps that the worker has completed; 0 if it could not report them.
-        suspects: ranks of which one computed wrong values; none of them may continue.
-        last_good_step: the last step that is known to be free of such values.
 
     Attributes:
-        may_restart: whether the workers may be restarted: not after a signal that asked the run to end.
+        may_restart: whether the workers may be restarted: not after a signal that asked the run to end, for example.
     """
 
     may_restart = True
 
-    def __init__(
-        self,
-        message: str,
-        local_rank: int = 0,
-        steps: int = 0,
-        suspects: tuple[int, ...] = (),
-        last_good_step: int = 0,
-    ) -> None:
+    def __init__(self, message: str, local_rank: int | None = None, steps: int = 0) -> None:
         super().__init__(message)
         self.local_rank = local_rank
         self.steps = steps
-        self.suspects = suspects
-        self.last_good_step = last_good_step
 
 
 class LostRank(WorkerFailed):
@@ -67,7 +57,7 @@ class LostRank(WorkerFailed):
     def __init__(
         self,
         message: str,
-        local_rank: int = 0,
+        local_rank: int | None = None,
         steps: int = 0,
         timed_out: bool = False,
         in_user_code: bool = False,

@@ -17,8 +17,8 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, checked_source, step_of
 from lockstep.checkpoint.record import FORMAT
 from lockstep.checkpoint.resume import OVERRIDES, _newest_of_ranks
-from lockstep.checkpoint.start import checkpoint_to_load, load_start, restore_good_checkpoint, share_newest
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.checkpoint.start import checkpoint_to_load, load_start, share_newest
+from lockstep.errors import UserError
 from lockstep.launch.process_group import broadcast_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -244,23 +244,6 @@ def test_a_restarted_run_does_not_go_back_again(
 
     expected = "last.ckpt" if restarts and recorded else "step_4.ckpt"
     assert ranks(3, of_rank) == [expected] * 3
-
-
-@pytest.mark.parametrize(("good", "expected"), [(9, 9), (8, 6), (6, 6), (5, 3), (2, None)])
-def test_wrong_values_lead_back_to_the_newest_checkpoint_without_them(
-    tmp_path: Path, good: int, expected: int | None
-) -> None:
-    for step in (3, 6, 9):
-        last = paths.last(write(tmp_path, step))
-        checkpoint_io.keep_step_checkpoint(last, step, -1)
-    failure = WorkerFailed("rank 1 computes wrong values", last_good_step=good)
-    if expected is None:
-        with pytest.raises(WorkerFailed, match="wrong values"):
-            restore_good_checkpoint(tmp_path, failure)
-        assert step_of(last) == 9
-    else:
-        restore_good_checkpoint(tmp_path, failure)
-        assert step_of(last) == expected
 
 
 @pytest.mark.parametrize("times", [(3.0, 5.0, None), (None, None, 1.0), (2.0, 1.0, 0.0)])

@@ -23,7 +23,7 @@ from lockstep.config.schema import ResumableRun
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
 from lockstep.data.splits import is_other_data, same_classes
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import UserError
 from lockstep.files import link_file, write
 from lockstep.launch import slurm
 from lockstep.launch.environment import Environment, environment
@@ -297,19 +297,3 @@ class TakeOverFolder(Callback):
 
     # After a step, since Lightning calls callbacks that save later; without one, before a checkpoint or at the end.
     on_train_batch_end = on_save_checkpoint = on_fit_end = _take_over
-
-
-def restore_good_checkpoint(folder: Path, failure: WorkerFailed) -> None:
-    """Replace a run's last checkpoint by the newest one that a device's wrong values have not affected.
-
-    Args:
-        failure: the failure that found the wrong values; it has `last_good_step`.
-
-    Raises:
-        WorkerFailed: there is no such checkpoint; this is `failure`.
-    """
-    last = paths.last(folder)
-    for path in (last, *reversed(paths.step_checkpoints(last.parent).values())):
-        if 0 <= checkpoint_io.step_of(path) <= failure.last_good_step:
-            return link_file(path, last)
-    raise failure

@@ -71,8 +71,8 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
 def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Start the workers, and restart them when one was lost.
 
-    They are restarted `max_restarts` times. After that, with `elastic=true`, they are restarted with one device fewer;
-    a device that computed wrong is left out at once. `pieces` stays, so every layout takes the same steps.
+    They are restarted `max_restarts` times. After that, with `elastic=true`, they are restarted with one device fewer.
+    `pieces` stays, so every layout takes the same steps.
 
     With `survive=true` the workers that are left go on, and the others are replaced `max_restarts` times. Only if none
     is left, all are restarted.
@@ -88,20 +88,14 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
                 raise
             restarts += 1
             left = survival.replacements if survival else left
-            continues = last_checkpoint_id(folder) is not None
-            if failed.suspects and continues:
-                from lockstep.checkpoint.start import restore_good_checkpoint
-
-                restore_good_checkpoint(folder, failed)
-            shrinks = config.elastic and continues and len(failed.suspects) <= 1 and current.layout.devices > 1
-            if left and not (failed.suspects and shrinks):
+            if left:
                 left -= 1
                 if survival:
                     survival.replacements = left
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
-            elif shrinks:
+            elif config.elastic and current.layout.devices > 1 and last_checkpoint_id(folder) is not None:
                 current = _on(config, current.layout.devices - 1)
-                hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
+                hide_gpu(failed.local_rank or 0)
                 workers = f"{current.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:

@@ -47,8 +47,11 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
         time.sleep(VICTIM_SECONDS)
         return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
     if isinstance(error, WorkerFailed):
-        text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
-        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
+        failed = WorkerFailed(str(error), error.local_rank, steps)
+        if error.local_rank is None:
+            failed = WorkerFailed(f"rank {rank} {error}", rank, steps)
+        failed.may_restart = error.may_restart
+        return failed
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"

@@ -61,7 +61,7 @@ class Audit(Extra):
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
         from lockstep_extras.audit.auditor import Auditor, LogAuditCount
 
-        self._auditor = Auditor(self.share, parts.config.seed, parts.config.layout)
+        self._auditor = Auditor(self.share, parts.config.seed, parts.config.layout, parts.folder)
         return [LogAuditCount(self._auditor)]
 
     def wrap_passes(self, passes: "StepPasses") -> "StepPasses":

@@ -6,6 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
+from lockstep.checkpoint import paths
+from lockstep.checkpoint.io import step_of
 from lockstep.errors import WorkerFailed
+from lockstep.files import link_file
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import barrier_with_timeout, gather_objects
+from lockstep.launch.process_group import barrier_with_timeout, broadcast_from_rank_zero, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.gradients import trained_parameters
@@ -39,8 +43,17 @@ class WrongGradient(WorkerFailed):
     """A device computed a wrong gradient, or damages messages.
 
     The message names the device, or the few devices one of which is at fault, and the step. For a wrong gradient it
-    also names the piece and the first wrong tensor.
+    also names the piece and the first wrong tensor. A restart leaves the first one out, if it leaves any out.
+
+    Args:
+        message: the message.
+        devices: the devices.
+        may_restart: whether the run may go on.
     """
+
+    def __init__(self, message: str, devices: Sequence[int], may_restart: bool = True) -> None:
+        super().__init__(message, devices[0])
+        self.may_restart = may_restart
 
 
 class AuditedPasses(StepPasses):
@@ -56,7 +69,7 @@ class AuditedPasses(StepPasses):
         try:
             return super().run(step)
         except CorruptMessage as error:
-            raise diagnose_links(error, step.number, step.strategy.root_device) from None
+            raise diagnose_links(error, step, self.audit.folder) from None
 
     def compute(self, step: Step) -> None:
         self.audit.choose(step)
@@ -76,13 +89,14 @@ class Auditor:
             with the shares of devices in a layout.)
         seed: the run's seed.
         layout: the layout, which assigns pieces to devices.
+        folder: the run's folder.
 
     Attributes:
         checked_pieces: number of pieces that were computed again with the same bits since this process began.
     """
 
-    def __init__(self, share: float, seed: int, layout: Layout) -> None:
-        self.share, self.seed, self.layout = share, seed, layout
+    def __init__(self, share: float, seed: int, layout: Layout, folder: Path) -> None:
+        self.share, self.seed, self.layout, self.folder = share, seed, layout, folder
         self.checked_pieces = 0
         self.choice: Choice | None = None  # of the current step
         self._start_buffers: SavedBuffers = []  # the module's buffers before the current step
@@ -140,7 +154,8 @@ class Auditor:
         good_step = min(self._good_steps[device] for device in wrong) if permanent else step.number
         text = f"step {step.number + 1}, piece {piece}: {suspects} computed a wrong gradient of {tensors}, {times}"
         text += f"; the step was not applied, and checkpoints up to step {good_step} are good"
-        raise WrongGradient(text, suspects=tuple(wrong), last_good_step=good_step)
+        goes_back = go_back(step, self.folder, good_step)
+        raise WrongGradient(text, wrong, goes_back and not (permanent and len(wrong) > 1))
 
     def _compute_again(self, step: Step, piece: int, device: int) -> list[Tensor | None]:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
@@ -187,7 +202,29 @@ def restoring_module(step: Step, start_buffers: SavedBuffers) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
+def go_back(step: Step, folder: Path, good_step: int) -> bool:
+    """Let a restart continue from the newest checkpoint that wrong values have not affected. Every rank calls this.
+
+    Args:
+        step: the step in which they were found.
+        folder: the run's folder.
+        good_step: the last step that is known to be free of them.
+
+    Returns:
+        Whether a restart may continue: there is such a checkpoint, or none at all.
+    """
+    last, may_continue = paths.last(folder), True
+    if step.trainer.is_global_zero:
+        step.trainer.strategy.checkpoint_io.wait()
+        if last.exists():
+            saved = last, *reversed(paths.step_checkpoints(last.parent).values())
+            good = next((path for path in saved if 0 <= step_of(path) <= good_step), None)
+            if may_continue := good is not None:
+                link_file(good, last)
+    return broadcast_from_rank_zero(may_continue)
+
+
+def diagnose_links(damaged: CorruptMessage, step: Step, folder: Path) -> Exception:
     """Return the error for a step whose sum arrived damaged.
 
     If the sum is damaged on all ranks, each rank sends a test message to the next rank and to the one after that. A
@@ -196,13 +233,13 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
 
     Args:
         damaged: the error of this rank.
-        step: number of the step, from 0. It is also the number of steps that were applied before.
-        device: the device of the test messages.
+        step: the step.
+        folder: the run's folder.
     """
-    if not barrier_with_timeout(f"a damaged sum in step {step + 1}", BARRIER_SECONDS):
+    if not barrier_with_timeout(f"a damaged sum in step {step.number + 1}", BARRIER_SECONDS):
         return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
-    pattern, wrong = torch.arange(PATTERN, device=device), []
+    pattern, wrong = torch.arange(PATTERN, device=step.strategy.root_device), []
     for distance in (1, 2)[: world - 1]:
         source, received = (rank - distance) % world, torch.zeros_like(pattern)
         send = dist.P2POp(dist.isend, pattern.clone(), (rank + distance) % world)
@@ -216,8 +253,8 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
         diagnosis = f"what rank {' or '.join(map(str, faulty))} sends or gets is damaged again"
     elif links:
         diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
-    suspects = faulty or (links[0] if links else tuple(range(world)))
-    return WrongGradient(f"{damaged}; {diagnosis}", suspects=suspects, last_good_step=step)
+    may_restart = go_back(step, folder, step.number)  # so many steps were applied before
+    return WrongGradient(f"{damaged}; {diagnosis}", faulty or (links[0] if links else range(world)), may_restart)
 
 
 def _gather_flat(local_items: list[Any]) -> list[Any]:

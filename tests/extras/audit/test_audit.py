@@ -2,6 +2,9 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from user_runs import DDP, DP, jobs, same_bits, train
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
+from lockstep_extras.audit.auditor import go_back
 from lockstep_extras.audit.choice import choose_piece, verdict
 
 TRAINED = 81  # samples, in four steps an epoch
@@ -161,6 +167,25 @@ def test_of_two_devices_nobody_can_decide_which_goes_on_to_be_wrong(project: Pat
     both = r"step 3, piece 3: rank 0 \(cpu on \S+\) or rank 1 \(cpu on \S+\) computed a wrong gradient"
     assert re.match(both, run.summary["error"]), run
     assert run.summary["restarts"] == 0, "one of them would go on"
+
+
+@pytest.mark.parametrize(("good", "expected"), [(9, 9), (8, 6), (6, 6), (5, 3), (2, None)])
+def test_wrong_values_lead_back_to_the_newest_checkpoint_without_them(
+    tmp_path: Path, good: int, expected: int | None
+) -> None:
+    last = paths.last(tmp_path)
+    last.parent.mkdir()
+    for at in (3, 6, 9):
+        content: dict[str, Any] = {
+            "global_step": at,
+            "state_dict": {},
+            "pytorch-lightning_version": "2.6",
+        }
+        checkpoint_io.save(content, last)
+        checkpoint_io.keep_step_checkpoint(last, at, -1)
+    trainer: Any = SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(checkpoint_io=Mock()))
+    assert go_back(Mock(trainer=trainer), tmp_path, good) == (expected is not None)
+    assert checkpoint_io.step_of(last) == (expected or 9)
 
 
 @pytest.mark.nightly
