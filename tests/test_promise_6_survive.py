@@ -51,7 +51,9 @@ def test_fewer_workers_go_on_in_their_processes(run_train: Program, undisturbed:
     process = program.start(*JOB, "devices=4", env={"FAULT": faults})
     pids = wait_for(lambda: actual if len(actual := workers_of(process)) == 4 else [], process)
     seen = wait_for(lambda: actual if len(actual := workers_of(process)) == 1 else [], process)
-    survived(program.finish(process), 3, 1, undisturbed)
+    run = program.finish(process)
+    survived(run, 3, 1, undisturbed)
+    assert (run.stderr.count("model mnist_cnn"), run.stderr.count("resumes after step")) == (1, 3), str(run)
     assert {*seen} < {*pids}
 
 

@@ -118,7 +118,7 @@ def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: lis
         if every := chosen.death_storm:
             epochs = 3 + int((CALM + chosen.deaths * every) / PIECE_SECONDS * 64 / DIGITS)
             job = one_each([*job, f"max_epochs={epochs}", *chosen.overrides])
-            return [DeathStorm(chosen.deaths, every, "storm", job, work / "storm", rng)]
+            return [DeathStorm(chosen.deaths, every, "storm", job, work / "storm", rng, chosen.control)]
         jobs = {name: more for name, more in JOBS.items() if "bf16" not in name or computes_bf16("cpu")}
         return [
             Deaths(

@@ -16,6 +16,7 @@ from campaigns.processes import Process
 from lightning.pytorch import Callback
 
 KILLED, STOPPED = "SIGKILL", "SIGSTOP"
+CONTROL = ("+callbacks.control._target_=campaigns.deaths.WithoutSamples",)
 HANG_TIMEOUT = 6.0  # seconds, in runs with workers that are stopped
 SOON = 1.0  # seconds after a death
 MOST = 6  # deaths in a run
@@ -100,7 +101,7 @@ class Deaths(Campaign):
         job = [f"outputs={home}", "strategy=ddp", f"devices={devices}", "survive=true", f"max_restarts={replaced}"]
         stops = rng.random() < 0.2
         job += [f"num_workers={rng.choice((0, 0, 1))}", *([f"hang_timeout={HANG_TIMEOUT}"] if stops else [])]
-        job += ["+callbacks.control._target_=campaigns.deaths.WithoutSamples"] * self.control
+        job += CONTROL * self.control
         before = len(self.problems)
         with closing(Process([*self.job, *job])) as process:
             process.wait(HOUR, lambda: len(process.ranks()) == devices)
@@ -130,6 +131,7 @@ class DeathStorm(Campaign):
     """Two runs of which a random worker is killed every few seconds, with `survive=true` and without.
 
     A new worker replaces each dead one. Goodput is useful steps a second, as a share of those before the first death.
+    The control is `WithoutSamples`.
 
     Args:
         deaths: in each run.
@@ -154,7 +156,7 @@ class DeathStorm(Campaign):
         file, until = home / "steps.jsonl", home / "until"
         pace = f"{{_target_:campaigns.deaths.Steps,file:{file},seconds:{PIECE_SECONDS},until:{until}}}"
         job = [f"outputs={home / 'runs'}", "strategy=ddp", f"devices={WORKERS}", f"survive={survive}"]
-        job += [f"max_restarts={self.deaths}", "checkpoint_every=2", f"+callbacks.pace={pace}"]
+        job += [f"max_restarts={self.deaths}", "checkpoint_every=2", f"+callbacks.pace={pace}", *CONTROL * self.control]
         with closing(Process([*self.job, *job])) as process:
             process.wait(HOUR, file.exists)
             process.wait(CALM)

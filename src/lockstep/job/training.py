@@ -120,9 +120,13 @@ class TrainingJob(Job):
         chosen = make_callbacks(config, splits, folder, module)
         refuse_frozen_unloaded(f"init_from={config.init_from}", module, self._initial.not_loaded, chosen)
 
+        worker = survivor()
+        goes_on = worker is not None and worker.group.number > 0 and bool(self._loaded)  # the run's lines are printed
         notes = [splits.about, *images_lines(splits), self._initial.message]
         notes += _notes(config, splits, module, self._loaded)
-        self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes)
+        if goes_on:
+            notes = resume_messages(config, splits, self._loaded)
+        self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes, all_lines=not goes_on)
         self._names = ParameterNameCheck(module)
         self._resume_state = ResumeState(self._record, settings(config, len(splits.train)), self.length.steps_per_epoch)
         self._callbacks: list[pl.Callback] = [
@@ -134,7 +138,7 @@ class TrainingJob(Job):
             self._resume_state,
             self._names,
             Preemption(folder),
-            *([Snapshots(worker)] if (worker := survivor()) else []),
+            *([Snapshots(worker)] if worker else []),
             self._start_lines,
             # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
             TakeOverFolder(folder, self.hydra_files, path, environment().rank in self.ranks),

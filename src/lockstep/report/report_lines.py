@@ -35,6 +35,7 @@ class StartLines(pl.Callback):
     Args:
         not_loaded: as of `start_lines`.
         notes: lines that follow; empty ones are left out.
+        all_lines: whether the first lines are printed too; else only the notes.
 
     Attributes:
         lr: the optimizer's peak learning rate, as text.
@@ -43,16 +44,22 @@ class StartLines(pl.Callback):
     lr = ""
 
     def __init__(
-        self, config: Config, splits: Splits, folder: Path, not_loaded: Iterable[str], notes: Iterable[str]
+        self,
+        config: Config,
+        splits: Splits,
+        folder: Path,
+        not_loaded: Iterable[str],
+        notes: Iterable[str],
+        all_lines: bool = True,
     ) -> None:
         self._config, self._splits, self._folder = config, splits, folder
-        self._not_loaded, self._notes = not_loaded, notes
+        self._not_loaded, self._notes, self._all_lines = not_loaded, notes, all_lines
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.lr = peak_lr(trainer.optimizers)
         if trainer.is_global_zero:
-            lines = start_lines(self._config, self._splits, pl_module, self._not_loaded, self._folder, self.lr)
-            for line in filter(None, [*lines, *self._notes]):
+            what = self._config, self._splits, pl_module, self._not_loaded, self._folder, self.lr
+            for line in filter(None, [*(start_lines(*what) if self._all_lines else ()), *self._notes]):
                 LOG.info(line)
 
 
