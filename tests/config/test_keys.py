@@ -4,7 +4,7 @@ import json
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
@@ -22,7 +22,7 @@ from written_shards import write_tar
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import instantiate
 from lockstep.config.pages import options
-from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.schema import Keys, Speed, Sweep
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -247,7 +247,25 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
     assert f"{key}_" not in READ, "the control"
 
 
-def test_every_key_of_the_front_page_is_one_of_the_schema() -> None:
-    keys = {key for name in ("train", "base") for key in yaml.safe_load(page_file(name).read_text())}
-    assert {field.name for field in fields(RunKeys)} <= {field.name for field in fields(Keys)}
-    assert keys - {"defaults", "hydra"} <= {field.name for field in fields(Keys)}
+CHOSEN = {"model", "data", "strategy", "extras", "optimizer", "scheduler", "callbacks", "logger", "debug", "sweep"}
+BESIDE_THE_PAGE = {"checkpoint"}  # of other programs
+
+
+def test_a_page_and_the_schema_have_the_same_keys_and_defaults() -> None:
+    page = yaml.safe_load(page_file("base").read_text())
+    schema = {field.name: field for field in fields(Keys)}
+    assert page.keys() - {"defaults"} == schema.keys() - (CHOSEN - page.keys()) - BESIDE_THE_PAGE
+    project = yaml.safe_load(page_file("train").read_text()).keys() - {"defaults", "hydra"}
+    assert project == {"batch_size"}, "a project's page has what it changes"
+    compared = {
+        "speed": (page.pop("speed"), Speed()),
+        "sweep": (yaml.safe_load(page_file("sweep/grid").read_text()), Sweep()),
+    }
+    for key, (values, expected) in compared.items():
+        assert {name: values[name] for name in values if "$" not in str(values[name])}.items() <= vars(
+            expected
+        ).items(), key
+        assert values.keys() == vars(expected).keys(), key
+    for key in page.keys() - CHOSEN - {"defaults"}:
+        if schema[key].default is not MISSING and "$" not in str(page[key]):
+            assert page[key] == schema[key].default, key

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.record import ResumableCheckpoint
 from lockstep.config import rules
-from lockstep.config.schema import ResumableCheckpoint
 from lockstep.config.value_checks import checker
 from lockstep.data.datasets import changed
 from lockstep.errors import UserError

@@ -16,10 +16,10 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.fits import DATA, check_fits, check_record
 from lockstep.checkpoint.io import CheckpointError, step_of
+from lockstep.checkpoint.record import ResumableRun
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
-from lockstep.config.schema import ResumableRun
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
 from lockstep.data.splits import is_other_data, same_classes

@@ -34,7 +34,7 @@ from lockstep.launch.machine import (
     cores_per_worker,
     has_amx,
 )
-from lockstep.strategies import Strategy
+from lockstep.strategies import RunSettings, Strategy
 from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, if neither max_epochs nor max_steps is given
@@ -169,7 +169,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         overridden=overridden,
         requested=frozenset({*(key.partition(".")[0] for key in overridden), *experiment_keys(), *lr_of_config}),
     )
-    rules.refuse_conflicts(strategy, config)
+    refuse(strategy.conflicts(RunSettings(layout, precision, keys.compile, keys.elastic)))
     refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
     return config
 

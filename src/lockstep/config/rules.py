@@ -12,7 +12,7 @@ from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
 from lockstep.config.portable import PORTABLE
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.strategies import RunSettings, Strategy
+from lockstep.strategies import Strategy
 from lockstep.text import plural
 
 SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
@@ -69,11 +69,6 @@ def check_pairs(layout: Layout, values: Mapping[str, Any], typed: Callable[[str,
     if layout.shares and len(layout.shares) != layout.num_devices:
         shares = list(layout.shares)
         raise UserError(f"strategy.shares={shares}: must be {layout.num_devices} numbers, one for each device")
-
-
-def refuse_conflicts(strategy: Strategy, settings: RunSettings) -> None:
-    """Refuse settings that can't be combined with a strategy."""
-    refuse(strategy.conflicts(settings))
 
 
 def refuse_several_workers(strategy: Strategy) -> None:

@@ -1,13 +1,14 @@
-"""The schema of conf/: type and range of every key of Lockstep.
+"""The schema of conf/: type, range and default of every key of Lockstep.
 
-Units and scope are beside each key in conf/train.yaml and conf/evaluate.yaml. A default here applies to a program whose
-config lacks the key. A class or function that a group names by `_target_` checks its own options when it is called.
+What a key means stands beside it in conf/base.yaml, whose defaults are the same: a test compares them. A default here
+applies to a program whose config lacks the key. `lockstep.Trainer` checks its arguments by these types, too. A class or
+function that a group names by `_target_` checks its own options when it is called.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
@@ -137,96 +138,6 @@ class Scheduler(TypedDict, total=False):
     strict: Flag
 
 
-@with_config(STRICT)
-class SpecRecord(TypedDict):
-    """A checkpoint's record of the images that it was trained on."""
-
-    channels: PositiveInt
-    image_size: PositiveInt
-    classes: list[str] | tuple[str, ...]
-    mean: list[float] | tuple[float, ...]
-    std: list[float] | tuple[float, ...]
-    task: NotRequired[str]  # a checkpoint that lacks it was trained for classification
-
-
-@with_config(ConfigDict(extra="allow"))
-class TargetRecord(TypedDict):
-    """A group of a checkpoint's config, which names a class or a function."""
-
-    _target_: str | None  # an optimizer of the module itself has none
-
-
-@with_config(ConfigDict(extra="allow"))
-class ConfigRecord(TypedDict):
-    """What a resumed run reads of its checkpoint's config."""
-
-    model: TargetRecord
-    data: TargetRecord
-    optimizer: TargetRecord
-    batch_size: PositiveInt
-
-
-@with_config(ConfigDict(extra="allow"))
-class TrainerRecord(TypedDict):
-    """What a run counts its steps by, and what decides their bits."""
-
-    batch_size: PositiveInt
-    samples: PositiveInt | None  # None: a stream without an end
-    fingerprint: str | None
-    precision: str
-
-
-@with_config(ConfigDict(extra="allow"))
-class TrainingRecord(TypedDict):
-    """A checkpoint's record of the run that has saved it."""
-
-    trainer: TrainerRecord
-    config: dict[str, Any]
-
-
-@with_config(ConfigDict(extra="allow"))
-class RunRecord(TypedDict):
-    """A checkpoint's record of a run with a config."""
-
-    trainer: TrainerRecord
-    config: ConfigRecord
-    spec: SpecRecord
-
-
-class LeftOutRecord(TypedDict):
-    """What the module's state_dict leaves out: the tensors that have changed, and hashes of the others, by name."""
-
-    changed: dict[str, Any]
-    sha256: dict[str, str]
-
-
-@with_config(ConfigDict(extra="allow"))
-class ContinuationRecord(TypedDict):
-    """What Lightning does not save in a checkpoint."""
-
-    stopped: bool
-    length: dict[str, Any]
-    trained: dict[str, bool]
-    settings: dict[str, Any]
-    left_out: NotRequired[LeftOutRecord]
-
-
-@with_config(ConfigDict(extra="allow"))
-class ResumableCheckpoint(TypedDict):
-    """The entries of a checkpoint from which a run can continue, beside weights and states."""
-
-    global_step: Annotated[int, Field(strict=True, ge=0)]
-    lockstep: TrainingRecord
-    continuation: ContinuationRecord
-
-
-@with_config(ConfigDict(extra="allow"))
-class ResumableRun(ResumableCheckpoint):
-    """The same of a run with a config."""
-
-    lockstep: RunRecord  # type: ignore[misc]
-
-
 # Arguments of Lightning's Trainer that `debug.trainer` may have. It may have no others: most follow from other keys.
 TRAINER_OPTIONS: TypeAlias = Literal[
     "benchmark",
@@ -297,7 +208,7 @@ class RunKeys:
     val_every: PositiveInt | None = None
     lr: PositiveFloat = 1.0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    reference_batch_size: PositiveInt = 1
+    reference_batch_size: PositiveInt = 64
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     gradient_clip_val: PositiveFloat | None = None

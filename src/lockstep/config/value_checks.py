@@ -5,7 +5,6 @@ meant, also from the names of Lightning's Trainer, lightning-hydra-template and 
 """
 
 import difflib
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,13 +79,24 @@ Place: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(place
 Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_name)]
 
 
-def checker(kind: Any) -> Check:
+def show(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def override(key: str, value: Any) -> str:
+    """Return a setting as it is typed on the command line."""
+    return f"{key}={show(value)}"
+
+
+def checker(kind: Any, typed: Callable[[str, Any], str] = override) -> Check:
     """Return a function `check(key, value)` that validates a value and returns it as `kind`.
 
     The function raises a UserError that names the first wrong key, and what would be right.
 
     Args:
         kind: any type that pydantic can validate.
+        typed: returns a setting as a user types it, from its key and value.
     """
 
     @cache  # built on the first call
@@ -104,7 +114,7 @@ def checker(kind: Any) -> Check:
             return adapter().validate_python(value)
         except ValidationError as error:
             errors = error.errors(include_url=False, include_context=False)
-            raise UserError(_error_message(key, value, errors, known_names())) from None
+            raise UserError(_error_message(key, value, errors, known_names(), typed)) from None
 
     return check
 
@@ -117,12 +127,9 @@ def whole_number(least: int) -> Check:
 folder, run_name = checker(Folder), checker(Name)
 
 
-def show(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
+def _error_message(
+    key: str, value: Any, errors: Sequence[Any], known: Iterable[str], typed: Callable[[str, Any], str]
+) -> str:
     """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
 
     If a key may have several types, the message has all of them.
@@ -132,6 +139,7 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
         value: the value that was validated.
         errors: pydantic's errors.
         known: the names that the value's keys may have.
+        typed: see `checker`.
     """
     location: tuple[Any, ...] = errors[0]["loc"]
     keys, top = [key] if key else [], value
@@ -154,7 +162,7 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
         return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
     messages = [error["msg"] for error in errors if error["loc"][: len(location)] == location]
     expected = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
-    return f"{name}={show(value)}: must be {expected}"
+    return f"{typed(name, value)}: must be {expected}"
 
 
 # --- unknown names ---
@@ -314,23 +322,3 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
     letters = ".*".join(map(re.escape, name))
     abbreviated = [each for each in known if len(name) > 1 and re.match(letters, each)]
     return containing or misspelled or same_start or close or abbreviated
-
-
-def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the last pattern that each name matches. Names without a match are left out.
-
-    Args:
-        patterns: shell patterns such as `net.layer?.*`.
-        names: names of parameters.
-
-    Raises:
-        ValueError: a pattern matches no name.
-    """
-    pattern_of: dict[str, str] = {}
-    for pattern in patterns:
-        matching = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
-        if not matching:
-            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
-            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
-        pattern_of |= dict.fromkeys(matching, pattern)
-    return pattern_of

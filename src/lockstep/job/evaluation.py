@@ -16,10 +16,11 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.record import SpecRecord
 from lockstep.config import value_checks
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import check_targets_named
-from lockstep.config.schema import OptionalGroup, SpecRecord
+from lockstep.config.schema import OptionalGroup
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import without_training_settings

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lockstep.arithmetic.layout import Action, Layout
 
@@ -11,24 +12,21 @@ if TYPE_CHECKING:
     from lockstep.step.gradients import GradientSum
 
 
-class RunSettings(Protocol):
-    """Those settings of a run with which a strategy may conflict. `Config` has them."""
+@dataclass(frozen=True)
+class RunSettings:
+    """Those settings of a run with which a strategy may conflict.
 
-    @property
-    def layout(self) -> Layout:
-        """Which device computes which piece of a step."""
+    Attributes:
+        layout: which device computes which piece of a step.
+        precision: Lightning's name of the precision, never `auto`.
+        compile: whether torch.compile compiles the network.
+        elastic: whether the run may continue with fewer workers.
+    """
 
-    @property
-    def precision(self) -> str:
-        """Lightning's name of the precision, never `auto`."""
-
-    @property
-    def compile(self) -> bool:
-        """Whether torch.compile compiles the network."""
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the run may continue with fewer workers."""
+    layout: Layout
+    precision: str
+    compile: bool = False
+    elastic: bool = False
 
 
 class Strategy:
@@ -68,7 +66,7 @@ class Strategy:
         """Yield settings that can't be combined: two settings as a user types them, and the reason.
 
         Args:
-            config: the checked config.
+            config: the settings of the run.
         """
         return ()
 

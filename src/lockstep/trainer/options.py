@@ -7,9 +7,8 @@ import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, get_type_hints
 
 import lightning.pytorch as pl
 import torch
@@ -19,12 +18,14 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.config import portable, rules
+from lockstep.config.schema import Keys
+from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.private_names import device_of, unusual_option
-from lockstep.strategies import DDP, DP, FSDP, Strategy
+from lockstep.strategies import DDP, DP, FSDP, RunSettings, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": DDP, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
@@ -40,6 +41,7 @@ PRECISIONS = {
 }
 LIGHTNINGS = {name: each for name, each in inspect.signature(pl.Trainer.__init__).parameters.items() if name != "self"}
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
+KINDS = get_type_hints(Keys, include_extras=True)  # of the arguments that are keys of a config, too
 # Of names as `ddp_spawn`: Lockstep starts processes by itself, and a parameter without a gradient needs no option.
 DDP_OPTIONS = re.compile("(?<=^ddp)(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?$")
 # Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
@@ -51,23 +53,11 @@ REFUSED_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a Trainer with which a strategy may conflict; see `lockstep.strategies.RunSettings`."""
-
-    layout: Layout
-    precision: str
-    compile: bool = False
-    elastic: bool = False
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Refuse numbers that are neither None nor whole and above 0; `devices` may be `auto`."""
-    for name, value in numbers.items():
-        if value is None or (name == "devices" and value in ("auto", -1, "-1")):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
+def check_arguments(**arguments: Any) -> None:
+    """Refuse arguments that are keys of a config, too, by the checks of these keys. None: the Trainer chooses."""
+    for name, value in arguments.items():
+        if value is not None:
+            checker(KINDS[name], lambda name, value: f"Trainer({name}={value!r})")(name, value)
 
 
 def refuse_beside_layout(**options: Any) -> None:
@@ -95,7 +85,7 @@ def chosen_seed(seed: int | None) -> Any:
 
 def whole_number_of(devices: Any, accelerator: Any) -> Any:
     """Return the number of devices that Lightning's spellings mean: `[0, 1]`, "0,1", "2"; other values as they are."""
-    if isinstance(devices, str) and devices.strip().isdigit():
+    if isinstance(devices, str) and devices.strip().removeprefix("-").isdigit():
         return int(devices)
     parts: Any = devices
     if isinstance(devices, str) and "," in devices:
@@ -169,16 +159,6 @@ def _options_in_environment(prefix: str) -> dict[str, Any]:
     return options
 
 
-def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
-    """Refuse a seed, an `exact` or a `nonfinite` that is none."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise UserError(f"Trainer(seed={seed!r}): must be a whole number from 0 to 2**32 - 1")
-    if exact not in (True, False, portable.PORTABLE):
-        raise UserError(f"Trainer(exact={exact!r}): must be True, False or 'portable'")
-    if nonfinite not in ("stop", "skip"):
-        raise UserError(f"Trainer(nonfinite={nonfinite!r}): must be 'stop' or 'skip'")
-
-
 def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any]:
     """Return the options for Lightning's Trainer. Refuse those that can't work with steps in pieces."""
     options = dict(options)
@@ -244,7 +224,7 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
     if workers > 1 or (workers and not strategy.one_process):
         chosen |= devices_of_engine({name: value for name, value in chosen.items() if value is not None})
     rules.refuse_several_machines(num_nodes, lambda: f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}")
-    wanted: Any = "auto" if chosen["devices"] in ("auto", -1, "-1") else chosen["devices"] or 1
+    wanted: Any = "auto" if chosen["devices"] == -1 else chosen["devices"] or 1
     kind, number = choose_devices(ACCELERATORS[accelerator], wanted)
     nodes = chosen["num_nodes"] or 1
     if number * nodes > 1 and not strategy.one_process and not workers:
@@ -268,7 +248,7 @@ def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dic
     rules.check_pairs(layout, {"precision": str(precision), **values}, lambda name, value: f"{name}={value}")
     if layout.exact == portable.PORTABLE and precision != "32-true":
         raise UserError(f"precision={precision} and exact=portable don't go together: give precision=32-true")
-    rules.refuse_conflicts(strategy, Settings(layout, str(precision)))
+    rules.refuse(strategy.conflicts(RunSettings(layout, str(precision))))
 
 
 class BadInput(UserError, MisconfigurationException, ValueError, TypeError):

@@ -59,9 +59,8 @@ from lockstep.trainer.data import (
 )
 from lockstep.trainer.options import (
     PRECISIONS,
-    check_numbers,
+    check_arguments,
     check_pairs,
-    check_values,
     check_weights_only,
     checked_options,
     chosen_devices,
@@ -194,15 +193,17 @@ class Trainer(StepTrainer):
         self.validates_last_step = False  # as Lightning's
         accelerator = name_of(accelerator, strategy)
         devices = whole_number_of(devices, accelerator)
-        check_numbers(
+        check_arguments(
             devices=devices,
             num_nodes=num_nodes,
             batch_size=batch_size,
             pieces=pieces,
             accumulate_grad_batches=accumulate_grad_batches,
             checkpoint_every=checkpoint_every,
+            seed=seed,
+            exact=exact,
+            nonfinite=nonfinite,
         )
-        check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
         self._strategy, self._reads_parts = kind, kind.weights == "sharded"

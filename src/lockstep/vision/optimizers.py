@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.value_checks import match_patterns
 from lockstep.errors import UserError
+from lockstep.vision.parameters import match_patterns
 
 RATES = ("max_lr", "base_lr", "min_lr")  # options of torch's schedulers that may be lists
 

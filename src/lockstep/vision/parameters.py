@@ -1,7 +1,9 @@
 """Choose which parameters decay, and freeze and unfreeze parameters by name."""
 
+import difflib
+import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -9,11 +11,30 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.value_checks import match_patterns
 from lockstep.errors import UserError
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
+
+
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the last pattern that each name matches. Names without a match are left out.
+
+    Args:
+        patterns: shell patterns such as `net.layer?.*`.
+        names: names of parameters.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    pattern_of: dict[str, str] = {}
+    for pattern in patterns:
+        matching = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
+        if not matching:
+            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
+            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
+        pattern_of |= dict.fromkeys(matching, pattern)
+    return pattern_of
 
 
 def groups(module: nn.Module, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
