@@ -3,7 +3,8 @@
 import os
 import random
 import time
-from multiprocessing import current_process
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -358,14 +359,15 @@ class SharedFile(Items):
 
     def __init__(self, path: Path, delay: float = 0) -> None:
         path.write_bytes(IMAGES.tobytes())
+        self.path, self.process = path, os.getpid()
         self.file = os.open(path, os.O_RDONLY)
         self.delay = delay  # of the first sample in one of two forks
 
     def __getitem__(self, index: int) -> Any:
-        *is_fork, number = current_process().name.split(":")
-        if is_fork and int(number) % 2:
-            time.sleep(self.delay)
-            self.delay = 0
+        if os.getpid() != self.process:
+            self.process = os.getpid()
+            if self._number() % 2:
+                time.sleep(self.delay)
         size = SIZE * SIZE
         os.lseek(self.file, index * size, os.SEEK_SET)
         time.sleep(0.005)
@@ -373,6 +375,14 @@ class SharedFile(Items):
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(1, SIZE, SIZE), super().__getitem__(index)[
             1
         ]
+
+    def _number(self) -> int:
+        """Return how many forks have come so far, this one included."""
+        for number in count(1):
+            with suppress(FileExistsError):
+                self.path.with_name(f"fork {number}").touch(exist_ok=False)
+                return number
+        raise AssertionError
 
 
 def sound() -> Source:
@@ -385,7 +395,7 @@ class LazyFile(SharedFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         os.close(self.file)
-        self.path, self.file = path, -1
+        self.file = -1
 
     def __getitem__(self, index: int) -> Any:
         if self.file < 0:
@@ -394,10 +404,13 @@ class LazyFile(SharedFile):
 
 
 class FailingFork(Items):
-    """It can't be fetched in a process that is a fork of a worker."""
+    """It can't be fetched in a process that is a fork of the one that has opened it."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
 
     def __getitem__(self, index: int) -> Any:
-        if ":" in current_process().name:
+        if os.getpid() != self.process:
             raise OSError("no such file here")
         return super().__getitem__(index)
 

@@ -1,11 +1,8 @@
 """`lockstep.launch`: call a function in several worker processes of this machine."""
 
-import os
 import pickle
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +11,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import devices_of_engine, environment, external_workers, refuse_unknown_rank
 from lockstep.launch.failures import is_lost_rank, print_refusals_as_lines, user_code_location
+from lockstep.launch.forks import call_in_forks
 from lockstep.launch.machine import choose_devices, cores_per_worker
 from lockstep.launch.parent import launch as launch_workers
 from lockstep.launch.parent import start_method
@@ -123,16 +121,8 @@ def _forks_compute_in_parallel() -> bool:
     """
     import torch
 
-    child = os.fork()
-    if not child:
+    def compute() -> None:
         torch.set_num_threads(2)
         torch.ones(1 << 17).exp()
-        os._exit(0)
-    deadline = time.monotonic() + TRIAL_SECONDS
-    while time.monotonic() < deadline:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return True
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+
+    return call_in_forks(compute, seconds=TRIAL_SECONDS) == [None]

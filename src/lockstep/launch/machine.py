@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
+from lockstep.launch.forks import call_in_forks
 from lockstep.text import plural
 
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of CPU instructions: x86, x86, ARM
@@ -155,7 +156,7 @@ def _gpus_compute_bf16() -> bool:
 
 
 def _call_in_child(function: Callable[[], int]) -> int:
-    """Call a function in a forked child and return its result, a number below 256; 0 if it fails.
+    """Call a function in a fork of this process and return its result; 0 if it fails.
 
     The function may initialise CUDA, after which a process can't fork any more. NVML would count GPUs without CUDA, but
     not the parts of a GPU (MIG).
@@ -164,14 +165,8 @@ def _call_in_child(function: Callable[[], int]) -> int:
 
     if torch.cuda.is_initialized():
         return function()
-    child = os.fork()
-    if not child:
-        code = 0
-        try:
-            code = int(function())
-        finally:
-            os._exit(code)
-    return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    (answer,) = call_in_forks(function)
+    return 0 if isinstance(answer, Exception) else answer
 
 
 def compiler_lacking(accelerator: str) -> str | None:

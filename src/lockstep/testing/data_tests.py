@@ -19,6 +19,7 @@ from lockstep.data.datasets import UNLABELLED, Ids, fetch, labels_of
 from lockstep.data.repeats import SEEDED, other_sample
 from lockstep.data.splits import Spec, Splits
 from lockstep.errors import UserError
+from lockstep.launch.forks import call_in_forks
 from lockstep.launch.parent import launch
 from lockstep.testing.module_tests import fail
 from lockstep.testing.runs import check_overrides
@@ -306,37 +307,21 @@ def fetched_in_forks(splits: Splits, count: int, rounds: int) -> list[tuple[list
     Returns:
         By fork, the digests of each time, or its error; and the seconds that it has taken.
     """
-    context = get_context("fork")
-    begin, ends = context.Barrier(count, timeout=HANGING), [context.Pipe(duplex=False) for _ in range(count)]
+    begin = get_context("fork").Barrier(count, timeout=HANGING)
 
-    def fetch_and_send(sender: Any) -> None:
+    def fetch_all() -> tuple[list[dict[str, Any]] | str, float]:
         started, fetched = time.monotonic(), []
         try:
             for _ in range(rounds):
                 begin.wait()  # otherwise a process that starts first may end before the other begins
                 fetched.append(digests(splits))
-            sender.send((fetched, time.monotonic() - started))
         except BaseException as error:
             begin.abort()  # so the other process does not wait
-            text = HANGS if isinstance(error, BrokenBarrierError) else f"{type(error).__name__}: {error}"
-            sender.send((text, 0.0))
+            return HANGS if isinstance(error, BrokenBarrierError) else f"{type(error).__name__}: {error}", 0.0
+        return fetched, time.monotonic() - started
 
-    children = [context.Process(target=fetch_and_send, args=(sender,), daemon=True) for _, sender in ends]
-    for child in children:
-        child.start()
-    deadline = time.monotonic() + (rounds + 1) * HANGING
-    results = []
-    for receiver, sender in ends:
-        sender.close()
-        try:
-            left = max(0.0, deadline - time.monotonic())
-            results.append(receiver.recv() if receiver.poll(left) else (HANGS, 0.0))
-        except EOFError:
-            results.append(("its process has ended", 0.0))
-    for child in children:
-        child.kill()
-        child.join()
-    return results
+    answers = call_in_forks(*[fetch_all] * count, seconds=(rounds + 1) * HANGING)
+    return [(str(each) or HANGS, 0.0) if isinstance(each, Exception) else each for each in answers]
 
 
 def opened_here(overrides: Sequence[str]) -> Splits:

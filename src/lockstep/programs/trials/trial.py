@@ -4,14 +4,13 @@ Each trial is a run of train.py with one additional callback, which records it. 
 compute with torch: it reads and compares the records with numpy.
 """
 
-import multiprocessing
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +21,11 @@ from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.data import Splits
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import WorkerFailed
 from lockstep.guards.check import Finding
 from lockstep.guards.first_step import read_findings
 from lockstep.launch.environment import export
+from lockstep.launch.forks import call_in_forks
 from lockstep.launch.parent import launch
 from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
 from lockstep.programs.common.training import train_quietly
@@ -175,43 +175,21 @@ def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 
 def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Train in workers that are started as an engine starts them: they read their ranks from the environment."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
     with bind_socket(LOOPBACK) as socket:
         port = socket.getsockname()[1]
-    workers = [
-        context.Process(target=_run_rank, args=(rank, port, sender, config, splits, folder))
-        for rank in range(config.layout.world_size)
-    ]
-    for worker in workers:
-        worker.start()
-    sender.close()
-    try:
-        answer: dict[str, Any] | Exception = receiver.recv()
-    except EOFError:
-        answer = WorkerFailed("rank 0 ended without an answer")
-    for worker in workers:
-        worker.join()
+    world = config.layout.world_size
+
+    def train_as(rank: int) -> dict[str, Any]:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent reports the error
+        export(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+        summary = _launch(config, splits, folder)
+        leave_group()
+        return summary
+
+    answer, *_ = call_in_forks(*(partial(train_as, rank) for rank in range(world)))
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def _run_rank(rank: int, port: int, sender: Connection, config: Config, splits: Splits, folder: Path) -> None:
-    """Train as one rank of an engine. Rank zero sends the summary, or the error, to the parent."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent reports the error
-    environment = {"RANK": rank, "WORLD_SIZE": config.layout.world_size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
-    export(**{name: str(value) for name, value in environment.items()})
-    answer: dict[str, Any] | Exception
-    try:
-        answer = _launch(config, splits, folder)
-        leave_group()
-    except (UserError, WorkerFailed) as error:
-        answer = error
-    except Exception as error:
-        answer = WorkerFailed(f"{type(error).__name__}: {error}")
-    if rank == 0:
-        sender.send(answer)
 
 
 def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
