@@ -63,15 +63,6 @@ def test_it_is_small_and_nothing_of_ours_is_left(dogs: Path) -> None:
     assert "pytorch-lockstep" in (dogs / "pyproject.toml").read_text()
 
 
-def test_lockstep_in_the_project_needs_no_other(tmp_path: Path) -> None:
-    new(tmp_path, "cats", "here/cats", "--vendor")
-    cats = with_environment(tmp_path / "here" / "cats")
-    home = "import lockstep; print(lockstep.__file__)"
-    assert run(sys.executable, "-c", home, cwd=cats, path=cats / "src").startswith(str(cats / "src"))
-    assert "pytorch-lockstep" not in (cats / "pyproject.toml").read_text()
-    run(sys.executable, "src/train.py", *SHORT.split(), cwd=cats, path=cats / "src")
-
-
 def test_a_pin_can_be_chosen(tmp_path: Path) -> None:
     output = new(tmp_path, "cats", "--require", "pytorch-lockstep==9.9")
     assert output.splitlines()[-1] == "it requires pytorch-lockstep==9.9: pyproject.toml has the line"

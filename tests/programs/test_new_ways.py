@@ -98,10 +98,10 @@ def installed(python: Path, folder: Path, *what: str | Path) -> Path:
     return folder
 
 
-def made(environment: Path, python: Path, *options: str, home: str = ".venv") -> Path:
-    """Return a new project whose two commands have run, with the Lockstep in the folder `home`."""
+def made(environment: Path, python: Path) -> Path:
+    """Return a new project whose two commands have run, with a Lockstep of its own."""
     project = environment.parent / "dogs"
-    run(environment / "bin" / "lockstep", "new", "dogs", *options, cwd=environment.parent)
+    run(environment / "bin" / "lockstep", "new", "dogs", cwd=environment.parent)
     make = ("make", f"PYTHON={python}")
     run(*make, "train", "ARGS=max_steps=2 data=synthetic data.samples=120 threads=1 logger=none", cwd=project)
     (summary,) = map(summary_of, (project / "outputs").glob("*/*"))
@@ -110,7 +110,7 @@ def made(environment: Path, python: Path, *options: str, home: str = ".venv") ->
     assert run("git", "status", "--short", cwd=project) == ""
     assert mark_of(project / ".venv") == "1"
     place = run(project / ".venv" / "bin" / "python", "-c", "import lockstep; print(lockstep.__file__)", cwd=project)
-    assert place.startswith(str(project / home)), "the control: it has a Lockstep of its own"
+    assert place.startswith(str(project / ".venv")), "the control"
     return project
 
 
@@ -133,29 +133,15 @@ def test_an_editable_checkout(python: Path, checkout: Path, tmp_path: Path) -> N
     assert set_up(project, python) == "2"
 
 
-@pytest.mark.parametrize(
-    "way", ["wheel", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("folder", "repository"))]
-)
-def test_what_other_machines_do_not_have(way: str, python: Path, checkout: Path, tmp_path: Path) -> None:
-    """The project keeps a wheel, and needs nothing of that place any more."""
-    if way == "wheel":
-        environment = installed(python, tmp_path / "env", wheel(checkout, tmp_path / "one"))
-    elif way == "folder":
-        environment = installed(python, tmp_path / "env", checkout)
-    else:
-        environment = installed(python, tmp_path / "env", f"git+{checkout.as_uri()}@{commit(checkout)}")
+def test_a_wheel(python: Path, checkout: Path, tmp_path: Path) -> None:
+    file = wheel(checkout, tmp_path / "one")
+    environment = installed(python, tmp_path / "env", file)
     elsewhere = checkout.rename(tmp_path / "gone")
     project = made(environment, python)
-    (file,) = (project / "wheels").iterdir()
     mark(elsewhere, 2)
     shutil.copy(wheel(elsewhere, tmp_path / "two"), file)
+    (project / "pyproject.toml").touch()
     assert set_up(project, python) == "2", "another wheel of the same version"
-
-
-@pytest.mark.nightly
-def test_a_copy_in_the_project(python: Path, checkout: Path, tmp_path: Path) -> None:
-    project = made(installed(python, tmp_path / "env", checkout), python, "--vendor", home="src")
-    assert "lockstep" not in (project / "pyproject.toml").read_text().partition("dependencies")[2].partition("]")[0]
 
 
 @pytest.mark.nightly
@@ -182,4 +168,3 @@ def test_an_index(python: Path, checkout: Path, tmp_path: Path) -> None:
     environment = installed(python, tmp_path / "env", "--find-links", folder, "pytorch-lockstep")
     run(environment / "bin" / "lockstep", "new", "dogs", cwd=tmp_path)
     assert '"pytorch-lockstep>=0.1.0,<0.2",' in (tmp_path / "dogs" / "pyproject.toml").read_text()
-    assert not (tmp_path / "dogs" / "wheels").exists()

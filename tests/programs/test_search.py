@@ -1,5 +1,6 @@
-"""lockstep search: a search that was killed goes on, and it leaves a config to use."""
+"""lockstep search: a search that was killed goes on, and its last line is a command to use."""
 
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,25 @@ def in_trial(process: Process, folder: Path, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def searched(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("search") / "s"
-    search(folder.parent)(*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
-    return folder
+    return search(folder.parent)(*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
 
 
-def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> None:
+@pytest.fixture
+def undisturbed(searched: Run) -> Path:
+    return next(searched.outputs.parent.glob("s"))
+
+
+def test_the_best_is_a_command(searched: Run, undisturbed: Path, run_train: Program) -> None:
     actual = trials(undisturbed)
     assert len({params["lr"] for params, _ in actual.values()}) == 2
     number = max(actual, key=lambda each: actual[each][1] or 0)
     best = summary_of(undisturbed / str(number))
     assert best["metrics"]["val/acc"] == actual[number][1]
-    overrides = (f"--config-dir={undisturbed}", "experiment=best", "logger=none")
+    start, command = searched.stdout.splitlines()[-1].split(": ")
+    assert (start, command[:20]) == ("to run the best again", "python src/train.py ")
+    overrides = [*shlex.split(command)[2:], f"outputs={run_train.outputs}"]
     run_train(*overrides, "name=a")
     run_train(*overrides, "name=b", "lr=0.02")
     weights = [summary_of(next(run_train.outputs.glob(f"{name}/*")))["weights_sha256"] for name in "ab"]
@@ -90,7 +97,6 @@ def test_a_search_follows_the_metric_of_the_model(tmp_path: Path) -> None:
     losses = [summary_of(tmp_path / "s" / str(number))["metrics"]["val/loss"] for number in range(2)]
     assert [trial.value for trial in study.trials] == losses
     assert study.best_value == min(losses)
-    assert f": val/loss {min(losses):.4g}" in (tmp_path / "s" / "experiment" / "best.yaml").read_text()
 
 
 def refused(run: Run) -> str:

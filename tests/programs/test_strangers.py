@@ -162,8 +162,8 @@ DONE = {
 
 def test_compare_prints_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     for name, text in (("a", "good"), ("b", "\x1b[2Jevil\x07\u202e")):
-        run = written(tmp_path / name, status="completed", error=text)
-        (run / "provenance.json").write_text(json.dumps({"config": {"name": text, f"key {text}": 1}}))
+        run = written(tmp_path / name, **{**DONE, "status": "failed", "error": text})
+        (run / "provenance.json").write_text(json.dumps({"config": {"max_epochs": 1, f"key {text}": text}}))
     done = compare(tmp_path / "a", tmp_path / "b")
     assert "�[2Jevil��" in done.stdout
     assert not {"\x1b", "\x07", "\u202e"} & {*done.stdout}
@@ -185,7 +185,7 @@ def test_compare_follows_no_link_that_came_with_the_runs(tmp_path: Path) -> None
         written(runs / name, **DONE)
     mine.write_text("mine")
     (runs / "compare").mkdir()
-    for name in ("compare.md", "compare.json", "speed.png"):
+    for name in ("compare.md", "compare.json"):
         (runs / "compare" / name).symlink_to(mine)
     assert compare(runs).returncode == 0
     assert mine.read_text() == "mine"

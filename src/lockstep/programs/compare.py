@@ -15,17 +15,13 @@ no fold in common: they are probably one set, in which a setting or the seed dif
 If rows have several seeds in common with the first one, another table has the difference of each from the first one,
 seed by seed, and whether the difference is larger than the noise.
 
-The tables are printed. They are also written, with plots of loss, accuracy and speed, as compare.md and compare.json.
+The tables are printed. They are also written, with plots of loss and accuracy, as compare.md and compare.json.
 The folder for these files is `compare` in the given folder, or in the folder that contains all given ones; `--to`
 names another.
 
-`--by lr` adds a table and a plot of test accuracy by the values of lr. Each combination of values of the other keys is
-a column of the table and a line of the plot; combinations with a single value of lr are left out.
+`lockstep same` on two run folders finds the first step at which they differ, and the cause.
 
-Two run folders get no table: they are compared in detail, down to the bits of their weights. `--why` finds the first
-step at which the two runs differ, and the cause: it is `lockstep same` on two folders, with its exit codes.
-
-Exit codes: 0 compared, 1 by `--why` different, 2 bad input.
+Exit codes: 0 compared, 2 bad input.
 """
 
 import argparse
@@ -37,28 +33,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from lockstep.commands.sweeps import chooses_samples
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
 from lockstep.files import write
-from lockstep.programs import same
 from lockstep.programs.common.showing import markdown
-from lockstep.programs.comparison import noise, pair
+from lockstep.programs.comparison import noise
+from lockstep.programs.comparison.facts import ABSENT
 from lockstep.programs.comparison.folds import CrossValidation, cross_validations
 from lockstep.programs.comparison.runs import (
     Group,
-    PlotLines,
     Run,
-    brief,
     find_runs,
     followed_metric,
     group_runs,
-    is_run,
     same_steps,
-    scores_by_key,
 )
 from lockstep.text import plural
 
@@ -74,31 +65,21 @@ def main(words: list[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("lockstep compare", description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
-    parser.add_argument("--by", metavar="key", help="a key in which the runs differ, and whose values are numbers")
     parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
-    parser.add_argument("--why", action="store_true", help="find the first difference of two runs, and its cause")
     arguments = parser.parse_args(words)
     try:
-        if arguments.why:
-            if len(arguments.runs) != 2:
-                raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
-            return same.main([*map(str, arguments.runs)])
-        if len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
-            print(pair.report(*arguments.runs))
-        else:
-            compare(arguments.runs, arguments.by, arguments.to)
+        compare(arguments.runs, arguments.to)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> None:
+def compare(folders: Sequence[Path], output: Path | None) -> None:
     """Print and write the tables, best rows first, and draw the plots.
 
     Args:
         folders: folders with runs.
-        key: the key of `--by`.
         output: the folder to write to; None: `compare` in the folder that contains all `folders`.
 
     Raises:
@@ -109,7 +90,6 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
     groups.sort(key=partial(sort_key, metric=metric, mode=mode), reverse=True)
     validations = cross_validations(groups)
     differences = noise.differences_from_first(first_and_different(groups), metric)
-    plot_lines = scores_by_key(groups, key, metric) if key else {}
     root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
     rows = [{"folder": folder_names(group, root), **group.row(metric)} for group in groups]
     notes = [best_note(groups, root, metric, mode), *same_steps_notes(groups, root), *left_out_notes(groups, len(runs))]
@@ -117,17 +97,15 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
     caption = "\n".join(CAPTION).format(metric, "seeds and folds" if validations else "seeds")
     text += "\n\n" + "\n".join([f"folder: relative to {os.path.relpath(root)}", caption, *filter(None, notes)]) + "\n"
     text += folds_text(validations, metric) + noise_text(groups, differences)
-    if key:
-        text += f"\n{table_by_key(plot_lines, key)}\n"
     print(text)
 
     folder = output or root / "compare"
     if folder.is_symlink() and not output:  # it may have come with somebody else's runs
         raise UserError(f"{folder}: a link: name the folder for the tables, --to {os.path.relpath(folder.resolve())}")
     folder.mkdir(parents=True, exist_ok=True)
-    from lockstep.programs.comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
+    from lockstep.programs.comparison.charts import draw_curves  # matplotlib takes a second
 
-    plots = draw_plots(groups, folder) + ([draw_by_key(plot_lines, key, folder)] if key else [])
+    plots = draw_curves(groups, folder)
     write(folder / "compare.md", (text + "".join(f"\n![]({name})\n" for name in plots)).encode())
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
@@ -214,7 +192,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def format_cell(column: str, value: Any) -> str:
     score = column.startswith(("val ", "test ", "out-of-fold ")) or column.endswith("+-")
     form = ".4f" if score else FORMATS.get(column, "")
-    return pair.ABSENT if value is None else f"{value:{form}}"
+    return ABSENT if value is None else f"{value:{form}}"
 
 
 def left_out_notes(groups: Sequence[Group], total: int) -> list[str]:
@@ -289,15 +267,3 @@ def noise_row(group: Group, name: str, each: noise.Difference) -> dict[str, Any]
     interval = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
     row = {"": group.label, "score": name, "pairs": each.pairs, "difference": f"{each.mean:+.4f}"}
     return row | {"95% interval": interval, "more than noise": each.verdict}
-
-
-def table_by_key(plot_lines: PlotLines, key: str) -> str:
-    """Return a table with a row for each value of the key and a column for each line of the plot."""
-
-    def cell(scores: Sequence[float]) -> str:
-        spread = f" +- {stdev(scores):.4f}" if len(scores) > 1 else ""
-        return f"{fmean(scores):.4f}{spread}" if scores else ""
-
-    values = sorted({value for points in plot_lines.values() for value in points})
-    rows = ([brief(value), *(cell(points.get(value, [])) for points in plot_lines.values())] for value in values)
-    return markdown([key, *plot_lines], rows)

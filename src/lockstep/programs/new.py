@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -24,26 +23,12 @@ from packaging.version import Version
 
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
-from lockstep.programs.common.template import PACKAGE, copy_manual, copy_template, manual, template
-from lockstep.project import LIBRARY, LIBRARY_PACKAGES
+from lockstep.programs.common.template import PACKAGE, copy_template, template
 
 DISTRIBUTION = "pytorch-lockstep"
 TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
 
 FILES = Path(__file__).with_name("new_project")  # texts of a project's files; their names end with .txt
-# pip takes an equal version as satisfied, whatever commit, folder or file it came from.
-REINSTALL = """\t@if [ -e $@ ]; then $(PIP) --force-reinstall --no-deps "$$($(BIN)/python -c '$(REQUIRED)')"; fi
-"""
-REQUIRED = """
-# prints the requirement of Lockstep
-REQUIRED := import tomllib; lines = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \\
-    print(next(each for each in lines if each.startswith("pytorch-lockstep")))
-"""
-UPGRADE = (
-    "A newer Lockstep: change its line in `pyproject.toml`, then `make setup`. No file of yours is changed.\n"
-    "`requirements.lock` has the versions of all else."
-)
-VENDORED = "`src/lockstep*/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
 
 
 def check_name(name: str) -> None:
@@ -58,47 +43,19 @@ def check_name(name: str) -> None:
         raise UserError(f"{name}: a module of this name exists already: choose another name")
 
 
-def requirement() -> tuple[str, bool]:
-    """Return what a project must require to get this very Lockstep, and whether the project must keep a wheel of it.
-
-    Raises:
-        UserError: it is not installed.
-    """
+def requirement() -> str:
+    """Return what a project must require to get this very Lockstep."""
     if (source := template()) != PACKAGE / "template":  # it runs from a checkout, installed or not
-        return f"{DISTRIBUTION} @ {source.as_uri()}", False
-    try:
-        installed = metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:  # of `--vendor`
-        raise UserError(f"this Lockstep is a copy in {PACKAGE.parent}: run an installed one") from None
+        return f"{DISTRIBUTION} @ {source.as_uri()}"
+    installed = metadata.distribution(DISTRIBUTION)
     major, minor, *_ = installed.version.split(".")
     text = installed.read_text("direct_url.json")  # PEP 610: pip writes it if it got a URL, a file or a folder
     if not text:
-        return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}", False
+        return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}"
     origin = json.loads(text)
-    url, of_git = origin["url"], origin.get("vcs_info")
-    if url.startswith("file:"):  # a folder, a wheel or a repository of this machine, which no other machine has
-        return f"{DISTRIBUTION}=={installed.version}", True
-    if of_git:
-        return f"{DISTRIBUTION} @ {of_git['vcs']}+{url}@{of_git['commit_id']}", False
-    return f"{DISTRIBUTION} @ {url}", False
-
-
-def write_wheel(folder: Path) -> None:
-    """Write a wheel of the installed Lockstep into a folder, from its files.
-
-    It has what pip has installed, but the scripts and what pip has added, and the same bytes each time.
-    """
-    installed = metadata.distribution(DISTRIBUTION)
-    files = {path.as_posix(): Path(str(path.locate())) for path in installed.files or ()}
-    added = ("direct_url.json", "INSTALLER", "REQUESTED", "RECORD", ".pyc")
-    parts = {name: file.read_bytes() for name, file in files.items() if name[:2] != ".." and not name.endswith(added)}
-    record = next(name for name in files if name.endswith(".dist-info/RECORD"))
-    parts[record] = "".join(f"{name},,\n" for name in [*parts, record]).encode()
-    folder.mkdir()
-    name = f"{DISTRIBUTION.replace('-', '_')}-{installed.version}-py3-none-any.whl"
-    with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
-        for part, content in sorted(parts.items()):
-            archive.writestr(zipfile.ZipInfo(part), content, zipfile.ZIP_DEFLATED)
+    if of_git := origin.get("vcs_info"):
+        return f"{DISTRIBUTION} @ {of_git['vcs']}+{origin['url']}@{of_git['commit_id']}"
+    return f"{DISTRIBUTION} @ {origin['url']}"
 
 
 def check_pin(pin: str) -> None:
@@ -142,42 +99,20 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def write(name: str, folder: Path, pin: str | None, keeps_wheel: bool) -> None:
+def write(name: str, folder: Path, pin: str) -> None:
     """Write the files of a project into an empty folder.
 
     Args:
         name: the name of its package.
         folder: the project's folder.
-        pin: the requirement of Lockstep; None: Lockstep is copied into src/, and not required.
-        keeps_wheel: whether the project keeps a wheel of the installed Lockstep, which satisfies `pin`.
+        pin: the requirement of Lockstep.
     """
     copy_template(template(), folder)
     (folder / "src" / "project").rename(folder / "src" / name)
     for path in [*(folder / "src").rglob("*.py"), *(folder / "conf").rglob("*.yaml")]:
         text = re.sub(r"\b((?:from|import) )project\b", rf"\g<1>{name}", path.read_text())
         path.write_text(re.sub(r"\bproject\.(?=(?:models|data)\b)", f"{name}.", text))
-    required, packages = [pin] if pin else [], [f"{name}*"]
-    if keeps_wheel:
-        write_wheel(folder / "wheels")
-    if not pin:
-        ignored = shutil.ignore_patterns("__pycache__", "template")
-        for package in (*LIBRARY_PACKAGES, LIBRARY / "hydra_plugins"):
-            shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
-        copy_manual(manual(), folder / "src" / "lockstep" / "docs")
-        required = [each for each in metadata.requires(DISTRIBUTION) or () if "extra ==" not in each]
-        packages += ["lockstep*", "hydra_plugins*"]
-    quoted = "".join(f"    {json.dumps(each)},\n" for each in required)
-    listed = ", ".join(map(json.dumps, packages))
-    words = {
-        "name": name,
-        "dependencies": quoted,
-        "packages": listed,
-        "locked": locked(),
-        "python": platform.python_version(),
-        "required": REQUIRED if pin else "",
-        "reinstall": REINSTALL if pin else "",
-        "upgrade": UPGRADE if pin else VENDORED,
-    }
+    words = {"name": name, "pin": json.dumps(pin), "locked": locked(), "python": platform.python_version()}
     for file in FILES.rglob("*.txt"):
         target, text = file.relative_to(FILES).with_suffix("").as_posix(), file.read_text()
         for word, value in words.items():
@@ -212,7 +147,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("name", help="name of the package with your code, such as dogs")
     parser.add_argument("folder", nargs="?", type=Path, help="the project's folder; without it, the name")
     parser.add_argument("--require", metavar="PIN", help="the requirement of Lockstep; without it, the one that runs")
-    parser.add_argument("--vendor", action="store_true", help="copy Lockstep into src/, for machines without a network")
     options = parser.parse_args(words)
     folder = Path(os.path.abspath(options.folder or options.name))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -220,20 +154,15 @@ def main(words: list[str]) -> int:
     check_name(options.name)
     if shutil.which("git") is None:
         raise UserError("git is not installed: a project is a git repository")
-    chosen = None if options.vendor else options.require
-    pin, keeps_wheel = (chosen, False) if chosen or options.vendor else requirement()
-    if pin:
-        check_pin(pin)
+    pin = options.require or requirement()
+    check_pin(pin)
     folder.mkdir(parents=True, exist_ok=True)
-    write(options.name, folder, pin, keeps_wheel)
+    write(options.name, folder, pin)
     git(folder, "init", "--quiet", "--initial-branch=main")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "-m", "A new project, as `lockstep new` wrote it")
     print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test")
-    if pin:
-        print(f"it requires {pin}: pyproject.toml has the line")
-    if keeps_wheel:
-        print("which is in wheels/: commit newer ones there, too")
-    if pin and "file:" in pin:
-        print("other machines don't have that folder: for them, write a version or a git address there")
+    print(f"it requires {pin}: pyproject.toml has the line")
+    if "file:" in pin:
+        print("other machines don't have that place: for them, write a version or a git address there")
     return 0

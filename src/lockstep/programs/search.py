@@ -5,13 +5,14 @@
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
 arguments go to every trial. Which trial is the best is decided as in a sweep: by sweep.metric, which is the model's
 `monitor` or val/acc, and sweep.mode. The search has two keys of its own: trials=20 and folder=. With the folder of an
-earlier search, the same command continues that search. The folder has one run folder per trial, with output.log in it,
-Optuna's study.db, and experiment/best.yaml.
+earlier search, the same command continues that search. The folder has Optuna's study.db and one run folder per trial,
+with output.log in it. The last line is the command that runs the best trial again.
 """
 
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -37,19 +38,15 @@ from lockstep import compose, exit_on_signal
 from lockstep.commands import cli, project_programs
 from lockstep.commands.sweeps import Progress, Slot, SweepJob, chooses_samples, run_jobs, sweep_settings
 from lockstep.config import value_checks
-from lockstep.config.metrics import best_value
-from lockstep.config.pages import is_group, quote_path
+from lockstep.config.pages import quote_path
 from lockstep.config.schema import Sweep
 from lockstep.errors import UserError
-from lockstep.files import replacing
 from lockstep.job.run_folder import lock_folder
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.project import project, use_project_of
 from lockstep.report.summary import summary_of, write_conclusion
 
-# Keys that best.yaml leaves out.
-NOT_IN_BEST = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
 MAX_REFUSED = 3  # the search ends if this many trials are refused and none completed: the others will be refused too
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -83,35 +80,6 @@ def _number_or_text(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return convert(text)
     return text
-
-
-def write_best(folder: Path, study: Any, sweep: Sweep, fixed: list[Override]) -> None:
-    """Write the best trial's overrides as a file for conf/experiment/.
-
-    Args:
-        sweep: names the metric, for a comment in the file.
-        fixed: the overrides that all trials share.
-    """
-    best = study.best_trial
-    chosen = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in best.params.items()])
-    experiments: list[Any] = []
-    groups: list[Any] = []
-    values = OmegaConf.create({})
-    for override in (*fixed, *chosen):
-        key, value = override.key_or_group, override.value()
-        if key.partition(".")[0] in NOT_IN_BEST or override.is_delete():
-            continue
-        if key == "experiment":
-            experiments += value if isinstance(value, list) else [value]
-        elif is_group(key):
-            groups.append({f"override /{key}": value})
-        else:
-            OmegaConf.update(values, key, value)
-    with replacing(folder / "experiment" / "best.yaml") as file:
-        score = f"{sweep.metric} {best.value:.4g} ({best_value(str(sweep.mode))})"
-        header = f"# @package _global_\n# trial {best.number}, the best of {len(study.trials)}: {score}\n"
-        content = OmegaConf.create({"defaults": [*experiments, *groups, "_self_"]})
-        file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
 
 def run_trial(job: SweepJob, flags: list[str]) -> dict[str, Any]:
@@ -194,7 +162,7 @@ def search(arguments: list[str]) -> int:
 def run_study(
     folder: Path, sweep: Sweep, space: Mapping[str, Any], fixed: list[Override], total: int, flags: list[str]
 ) -> int:
-    """Run the trials that the study in a folder lacks, and write the best one. Return the exit code.
+    """Run the trials that the study in a folder lacks, and print how to run the best one. Return the exit code.
 
     Args:
         sweep: names the metric and its mode.
@@ -238,6 +206,6 @@ def run_study(
     if not progress.values:
         print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>/output.log", file=sys.stderr)
         return 1
-    write_best(folder, study, sweep, fixed)
-    print(f"to run the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
+    best = [f"{key}={value}" for key, value in study.best_params.items()]
+    print(f"to run the best again: python src/train.py {shlex.join([*flags, *of_trials, *best])}")
     return 0

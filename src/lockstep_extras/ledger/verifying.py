@@ -1,7 +1,7 @@
 """Check a ledger, compute steps of its run again, and compare the bits: the work of `lockstep verify`.
 
 A ledger has hashes of weights and of the optimizer's state, so its comparison is of bits alone: what `lockstep same`
-records of a step (gradients, distances, rounding) has no counterpart in a ledger. `lockstep compare --why` judges two
+records of a step (gradients, distances, rounding) has no counterpart in a ledger. `lockstep same` judges two
 folders by it.
 """
 

@@ -1,4 +1,4 @@
-"""`lockstep compare --why` with the lines of two ledgers, and no checkpoint but the last."""
+"""`lockstep same` on two runs with the lines of two ledgers, and no checkpoint but the last."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,13 @@ def test_the_step_of_a_ledger(tmp_path: Path) -> None:
     ]
     first = next(step for step, pair in enumerate(zip(*hashes, strict=True)) if pair[0] != pair[1])
     assert first > 1
-    done = forked("lockstep compare", str(one), str(other), "--why")
+    done = forked("lockstep same", str(one), str(other))
     assert "different from step" in done.stdout, done.stdout + done.stderr
     assert "cause: scheduler.final (0, 0.2)" in done.stdout
     assert "cause: the learning rate of" in done.stdout
 
     record = other / "provenance.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"data_fingerprint": "0" * 64}))
-    done = forked("lockstep compare", str(one), str(other), "--why")
+    done = forked("lockstep same", str(one), str(other))
     assert f"different at step {first}: the weights have other hashes" in done.stdout, done.stdout + done.stderr
     assert "not taken again" in done.stdout

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.programs.comparison.pair import differing_values, show
+from lockstep.programs.comparison.facts import differing_values, show
 from lockstep.programs.comparison.runs import Group, Run, belongs_to_experiment
 from lockstep.text import join_names, plural
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.config.metrics import MODE_OF
 from lockstep.errors import UserError
 from lockstep.programs.common.keys import differing
-from lockstep.programs.comparison.pair import ABSENT, flat, read, recorded_config, show
+from lockstep.programs.comparison.facts import ABSENT, flat, read, recorded_config, show
 from lockstep.text import plural
 
 # Keys that may differ between runs of the same experiment.
@@ -39,8 +39,6 @@ TAGS = {
     "workers/peak_gib": ("workers/peak_gib",),
 }
 Numbers = NDArray[np.float64]
-# The lines of the plot of `--by`: label of a line -> value of the key -> test score of each run.
-PlotLines = dict[str, dict[float, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -159,10 +157,6 @@ def followed_metric(groups: Sequence[Group]) -> tuple[str, str | None]:
     named = {(config.get("model.monitor", "val/acc"), config.get("model.mode")) for config in configs}
     monitor, mode = named.pop() if len(named) == 1 else ("val/acc", "max")
     return monitor.removeprefix("val/"), mode or MODE_OF.get(monitor)
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "summary.json").is_file() or (folder / ".hydra" / "config.yaml").is_file()
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -309,32 +303,6 @@ def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
 def brief(value: Any) -> str:
     """Return a value as short text: a number has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else show(value)
-
-
-def scores_by_key(groups: Sequence[Group], key: str, metric: str) -> PlotLines:
-    """Return the values of a metric on the test set by the value of a key.
-
-    Each line of the plot is one combination of layout and values of the other keys. Combinations with a single value of
-    `key` are left out.
-
-    Raises:
-        UserError: no line is left.
-    """
-    lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
-    for group in groups:
-        value = group.runs[0].config.get(key)
-        if isinstance(value, int | float) and group.completed:
-            others = {
-                name: other for name, other in group.differing_values.items() if name != key and other is not None
-            }
-            labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(f"metrics.test/{metric}")
-    lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
-    if not lines:
-        raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")
-    if len({layout for layout, *_ in lines}) == 1:
-        lines = {names[1:]: points for names, points in lines.items()}  # the layout is the same in all lines
-    return {", ".join(names) or "all": points for names, points in lines.items()}
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lockstep.data import Splits
 from lockstep.data.datasets import differ
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.programs.common.training import open_without_test, train_from, train_quietly
-from lockstep.programs.comparison.pair import Facts, differing_values, facts, read, show
+from lockstep.programs.comparison.facts import Facts, differing_values, facts, read, show
 from lockstep.programs.sameness.causes import Cause
 from lockstep.programs.sameness.judging import MARGIN, Pair
 from lockstep.programs.sameness.recorded import Run, Side, Tensors, tensors

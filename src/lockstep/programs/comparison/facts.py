@@ -1,8 +1,4 @@
-"""List the differences between two runs.
-
-The sections are config, code, versions, machine, layout, data and outcome, down to the bits of the weights. One line
-names the sections that do not differ.
-"""
+"""Read what run folders record: config, code, versions, machine, layout, data and outcome."""
 
 import hashlib
 import json
@@ -15,7 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lockstep.errors import UserError
-from lockstep.programs.common.showing import markdown
 
 ABSENT = "-"
 NO_RUN = "it has neither summary.json nor .hydra/config.yaml"
@@ -105,28 +100,3 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in value)
     return value
-
-
-def report(*folders: Path) -> str:
-    """Return the differences of two runs as a table, with notes on what the table leaves out.
-
-    Raises:
-        UserError: see `facts`.
-    """
-    one, other = map(facts, folders)
-    rows: list[tuple[str, ...]] = []
-    # Sections without a difference, by whether the runs recorded them.
-    same: dict[bool, list[str]] = {True: [], False: []}
-    for section in one:
-        differing = differing_values(one[section], other[section])
-        rows += [(section, key, *map(show, values)) for key, values in differing.items()]
-        if not differing:
-            same[bool(one[section])].append(section)
-    lines = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
-    lines += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
-    lines += [f"recorded in neither: {', '.join(same[False])}"] if same[False] else []
-    digests = {side["outcome"].get("weights_sha256") for side in (one, other)}
-    bits = "the same bits" if len(digests) == 1 else "different bits"
-    return "\n".join(
-        [*lines, f"weights: {'a run that did not finish has none to compare' if None in digests else bits}"]
-    )
