@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config import portable
+from lockstep.launch import portable
 
 Case = tuple[str, Callable[[], Iterable[Tensor | None]]]
 Make = Callable[[], nn.Module]

@@ -10,8 +10,9 @@ from conftest import ROOT, Program, python, summary_of
 from refusals import checked, refused
 
 from lockstep.config import check as config
-from lockstep.config.portable import VARIABLES, is_requested, missing_instructions
+from lockstep.config.arguments import exact_of
 from lockstep.launch import machine
+from lockstep.launch.portable import VARIABLES, missing_instructions
 
 LACKING = missing_instructions()
 here = pytest.mark.skipif(bool(LACKING), reason=f"this processor has no {', '.join(LACKING)}")
@@ -74,16 +75,15 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_line_asks_for_it_itself_or_by_its_experiment() -> None:
-    assert is_requested(["seed=1", "exact=portable"])
-    assert is_requested(["experiment=golden"])
-    assert not is_requested(["experiment=golden", "exact=true"])
-    assert not is_requested(["experiment=mnist_cnn", "model=resnet18"])
-    assert not is_requested(["exact=true,portable", "-m"])  # each job sees to it
+    assert exact_of(["seed=1", "exact=portable"]) == exact_of(["experiment=golden"]) == "portable"
+    assert exact_of(["experiment=golden", "exact=true"]) == "true"
+    assert exact_of(["experiment=mnist_cnn", "model=resnet18"]) is None
+    assert exact_of(["exact=true,portable", "-m"]) == "true,portable", "each job sees to it"
 
 
 PROCESS = """
 import sys, torch
-from lockstep.config.portable import choose_kernels
+from lockstep.launch.portable import choose_kernels
 if sys.argv[1] == "computes":
     torch.ones(3).add(1).sum()
 choose_kernels("portable")
@@ -102,7 +102,7 @@ def test_a_process_that_has_computed_by_other_kernels_is_refused(monkeypatch: py
 
 PRODUCTS = """
 import torch
-from lockstep.config.portable import set_up_worker
+from lockstep.launch.portable import set_up_worker
 generator = torch.Generator().manual_seed(0)
 one, other, bias = (torch.rand(*shape, generator=generator) for shape in ((5, 70), (70, 9), (9,)))
 mixed = one[:, ::2], other[::2], bias

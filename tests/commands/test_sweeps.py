@@ -11,7 +11,7 @@ import pytest
 from conftest import LONG_RUN, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
 
 from lockstep.checkpoint.resume import resolve
-from lockstep.commands.sweeps import Progress, Slot, result_lines, slots
+from lockstep.commands.sweeps import Progress, Slot, best_of, result_lines, slots
 from lockstep.config.arguments import read_arguments
 from lockstep.config.pages import SEARCHED
 from lockstep.errors import UserError
@@ -265,6 +265,17 @@ def test_folds_have_a_mean_and_no_best(tmp_path: Path) -> None:
     assert mean == "val/loss (smaller is better) over 3 folds: mean 2, standard deviation 1"
     also = [({**each, "lr": lr}, loss) for lr in (0.1, 0.2) for each, loss in folds]
     assert a_sweep(tmp_path / "and lr", *also)[0].startswith("the runs were scored on different samples")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "best"), [("val/acc", "max", 1), ("val/acc", "min", 3), ("val/loss", "min", 1)]
+)
+def test_of_equally_good_runs_the_best_has_the_smallest_loss(metric: str, mode: str, best: int) -> None:
+    scores = [(0.9, 0.3), (0.9, 0.1), (0.9, 0.2), (0.8, 0.5), (0.8, None)]
+    metrics: list[dict[str, Any]] = [{"val/acc": acc, **({"val/loss": loss} if loss else {})} for acc, loss in scores]
+    summaries = {number: {"status": "completed", "metrics": each} for number, each in enumerate(metrics)}
+    with_metric = {number: each for number, each in summaries.items() if metric in each["metrics"]}
+    assert best_of(with_metric, metric, mode) == best
 
 
 def test_one_run_is_no_best(tmp_path: Path) -> None:

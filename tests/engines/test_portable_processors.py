@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Program, Run
 
-from lockstep.config.portable import missing_instructions
+from lockstep.launch.portable import missing_instructions
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import forked
 
-from lockstep.config.portable import missing_instructions
 from lockstep.errors import UserError
+from lockstep.launch.portable import missing_instructions
 from lockstep.programs import proof
 from lockstep.programs.proof import KILLED, LAYOUTS, ONE, THREE, Different, main, prove, verdict
 from lockstep.project import project

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.players import Command, Row, row
 from bench.steps import LARGE_CASE, SMALL_CASE, arguments, race
 
-from lockstep.config.portable import VARIABLES
+from lockstep.launch.portable import VARIABLES
 
 PIECES = 4
 GOAL = 1.25  # against kernels for AVX2 without MKL's setting

@@ -22,8 +22,9 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
-from lockstep.config import pages, portable
+from lockstep.config import pages
 from lockstep.config.arguments import (
+    exact_of,
     help_page,
     no_key_message,
     no_name_message,
@@ -38,6 +39,7 @@ from lockstep.job.run_folder import FolderBusy, lock_folder, register_folder, re
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
 from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, place_of, user_code_location
+from lockstep.launch.portable import choose_kernels
 from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rendezvous import join_external
@@ -114,8 +116,7 @@ def run_command(
             print(help_page(read_arguments(arguments, config_name), config_folder))
             return 0, ""
         refuse_unknown_rank()
-        if portable.is_requested(arguments):
-            portable.choose_kernels(portable.PORTABLE)
+        choose_kernels(exact_of(arguments))
         join_external()
         primary = pages.primary(config_name, [config_folder] if config_folder else [])
         resolved = resume.resolve(read_arguments(arguments, config_name))

@@ -14,8 +14,8 @@ from lockstep.checkpoint.resume import hydra_files_of
 from lockstep.commands import cli
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import check
-from lockstep.config.portable import choose_kernels
 from lockstep.job.supervisor import check_start_files, run_in_workers
+from lockstep.launch.portable import choose_kernels
 
 if TYPE_CHECKING:
     from lockstep.job.job import Job

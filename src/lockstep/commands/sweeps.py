@@ -173,8 +173,8 @@ def print_results(folder: Path, config: DictConfig) -> None:
 def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
     """Return the lines at the end of a sweep.
 
-    The best run is named if all were scored on the same samples. Runs that differ in nothing but the fold, or the fold
-    and the seed, have a mean instead.
+    The best run is named if all were scored on the same samples, see `best_of`. Runs that differ in nothing but the
+    fold, or the fold and the seed, have a mean instead.
 
     Args:
         folder: the folder of the sweep.
@@ -182,11 +182,11 @@ def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
         mode: max or min.
     """
     runs = sorted((path.parent for path in folder.glob("*/summary.json")), key=lambda run: (len(run.name), run.name))
-    scores = {run: _score(summary_of(run), metric) for run in runs}
-    scored = {run: score for run, score in scores.items() if score is not None}
+    summaries = {run: summary_of(run) for run in runs}
+    scored = {run: score for run in runs if (score := _score(summaries[run], metric)) is not None}
     lines, about = [], f"{metric} ({best_value(mode)})"
     if len(scored) > 1 and len({scored_samples(run) for run in scored}) == 1:
-        best = (max if mode == "max" else min)(scored, key=lambda run: scored[run])
+        best = best_of({run: summaries[run] for run in scored}, metric, mode)
         lines = [f"best {about}: {scored[best]:.4g} in {short_path(best)}"]
     elif len(scored) > 1 and (folds := _folds(list(scored))):
         values = list(scored.values())
@@ -202,6 +202,23 @@ def _score(summary: Mapping[str, Any], metric: str) -> float | None:
     """Return the metric of a completed run; None without one, or if it is not finite."""
     value = (summary.get("metrics") or {}).get(metric)
     return value if summary.get("status") == "completed" and value is not None and math.isfinite(value) else None
+
+
+def best_of(summaries: Mapping[Any, Mapping[str, Any]], metric: str, mode: str) -> Any:
+    """Return which of some runs with a score is the best; of equally good ones, that with the smallest val/loss.
+
+    Args:
+        summaries: the summary of each run.
+        metric: the metric that is compared.
+        mode: max or min.
+    """
+
+    def rank(run: Any) -> tuple[float, float]:
+        score, loss = _score(summaries[run], metric), _score(summaries[run], "val/loss")
+        assert score is not None
+        return score if mode == "max" else -score, -math.inf if loss is None else -loss
+
+    return max(summaries, key=rank)
 
 
 def scored_samples(run: Path) -> str:
@@ -441,24 +458,24 @@ class Progress:
     at_once: int = 1  # jobs that run at the same time
     done: int = 0  # jobs that have ended, also before `sweep.resume=`
     failed: int = 0  # jobs that did not complete since this command began
-    values: dict[int, float] = field(default_factory=dict)  # the metric of each completed job, by its number
+    scored: dict[int, dict[str, Any]] = field(default_factory=dict)  # summaries of completed jobs with the metric
     seconds: list[float] = field(default_factory=list)  # duration of each job that ended since this command began
 
     def add(self, number: int, summary: dict[str, Any]) -> float | None:
         """Count a job that has ended, and return its metric. Only a completed run can be the best."""
         self.done += 1
-        if (score := _score(summary, self.metric)) is not None:
-            self.values[number] = score
+        if _score(summary, self.metric) is not None:
+            self.scored[number] = summary
         value: float | None = (summary.get("metrics") or {}).get(self.metric)
         return value
 
     @property
-    def best(self) -> tuple[float, int] | None:
-        """The best value and its job. None if fewer than two have one, or if they were scored on different samples."""
-        if len(self.values) < 2 or len({scored_samples(self.folder / str(number)) for number in self.values}) > 1:
+    def best(self) -> int | None:
+        """The best job. None if fewer than two have a score, or if they were scored on different samples."""
+        if len(self.scored) < 2 or len({scored_samples(self.folder / str(number)) for number in self.scored}) > 1:
             return None
-        best = (max if self.mode == "max" else min)(self.values.values())
-        return next((value, number) for number, value in self.values.items() if value == best)
+        best: int = best_of(self.scored, self.metric, self.mode)
+        return best
 
     def report(self, job: SweepJob, summary: dict[str, Any]) -> None:
         """Count a job that has just ended, and print its result and the time that is left."""
@@ -472,8 +489,9 @@ class Progress:
         elif status == "completed" and "metrics" in summary:
             logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
             parts.append(f"no {self.metric} to compare: validation logged {logged or 'nothing'}")
-        if best := self.best:
-            parts.append(f"best {best[0]:.4g} (job {best[1]}, {best_value(self.mode)})")
+        if (best := self.best) is not None:
+            score = self.scored[best]["metrics"][self.metric]
+            parts.append(f"best {score:.4g} (job {best}, {best_value(self.mode)})")
         if left := self.total - self.done:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")

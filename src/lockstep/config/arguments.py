@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from lockstep.config import pages
 from lockstep.config.hydra_quirks import get_args_parser, whole_config
 from lockstep.config.pages import options, quote_path
-from lockstep.config.value_checks import CHOICES, RENAMED, no_such_key_message, unknown_name_message
+from lockstep.config.value_checks import CHOICES, keys_called, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
 from lockstep.project import project
 
@@ -95,7 +96,7 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
-            override = f"{RENAMED.get(name, (name,))[0]}={value or '<value>'}"
+            override = f"{[*keys_called(name), name][0]}={value or '<value>'}"
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
     if name := parsed.config_name or parsed.config_path:
         raise UserError(
@@ -157,6 +158,15 @@ def experiment_keys() -> set[str]:
                 keys |= {re.sub(r"^(override )?/?|@.*", "", str(each)) for each in default}
         keys |= {str(each) for each in content}
     return keys
+
+
+def exact_of(arguments: Sequence[str]) -> Any:
+    """Return the `exact` that a command line sets, itself or by its experiment, before Hydra composes it."""
+    chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    recipe = pages.find(f"experiment/{chosen.get('experiment')}")
+    if "exact" not in chosen and recipe:
+        chosen = yaml.safe_load(recipe.read_text())
+    return chosen.get("exact")
 
 
 def is_sweep(override: str) -> bool:

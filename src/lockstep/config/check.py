@@ -21,7 +21,6 @@ from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
 from lockstep.config.metrics import modes_with_model, with_mode
-from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.rules import refuse
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
@@ -34,6 +33,7 @@ from lockstep.launch.machine import (
     cores_per_worker,
     has_amx,
 )
+from lockstep.launch.portable import PORTABLE, missing_instructions
 from lockstep.strategies import RunSettings, Strategy
 from lockstep.text import plural
 

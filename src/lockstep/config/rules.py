@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any
 
 from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
-from lockstep.config.portable import PORTABLE
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.portable import PORTABLE
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 

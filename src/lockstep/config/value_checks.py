@@ -167,53 +167,31 @@ def _error_message(
 
 # --- unknown names ---
 
-# A key of another project, or the last part of one -> our keys for it. A message names those that the program has.
-RENAMED = {
-    "learning_rate": ("lr",),
-    "base_lr": ("lr",),
-    "max_lr": ("lr",),
-    "epochs": ("max_epochs",),
-    "num_epochs": ("max_epochs",),
-    "steps": ("max_steps",),
-    "num_steps": ("max_steps",),
-    "train_batch_size": ("batch_size",),
-    "optim": ("optimizer",),
-    "lr_scheduler": ("scheduler",),
-    "datamodule": ("data",),
-    "dataset": ("data",),
-    "net": ("model",),
-    "gpus": ("devices",),
-    "num_gpus": ("devices",),
-    "nproc": ("devices",),
-    "nproc_per_node": ("devices",),
-    "nodes": ("num_nodes",),
-    "workers": ("num_workers",),
-    "ckpt_path": ("resume", "init_from", "checkpoint"),
-    "resume_from_checkpoint": ("resume",),
-    "model_checkpoint": ("callbacks.checkpoint",),
-    "save_top_k": ("checkpoint_keep",),
-    "every_n_train_steps": ("checkpoint_every",),
-    "check_val_every_n_epoch": ("val_every",),
-    "val_check_interval": ("val_every",),
-    "log_every_n_steps": ("log_every",),
-    "gradient_accumulation_steps": ("accumulate_grad_batches",),
-    "grad_clip": ("gradient_clip_val",),
-    "max_grad_norm": ("gradient_clip_val",),
-    "dtype": ("precision",),
-    "amp": ("precision",),
-    "deterministic": ("exact",),
-    "fast_dev_run": ("debug=batch",),
-    "limit_train_batches": ("max_steps",),
-    "limit_val_batches": ("+debug.trainer.limit_val_batches",),
-    "limit_test_batches": ("+debug.trainer.limit_test_batches",),
-    "overfit_batches": ("debug=overfit",),
-    "task_name": ("name",),
-    "experiment_name": ("name",),
-    "default_root_dir": ("outputs",),
-    "output_dir": ("outputs",),
-    "log_dir": ("outputs",),
-    "enable_progress_bar": ("callbacks.console",),
-    "enable_checkpointing": ("callbacks.checkpoint",),
+# Our key: what other projects call it, besides names that are near to ours. A message names keys that the program has.
+ELSEWHERE = {
+    "lr": "learning_rate base_lr max_lr",
+    "data": "dataset",
+    "model": "net",
+    "devices": "gpus num_gpus nproc nproc_per_node",
+    "resume": "ckpt_path",
+    "init_from": "ckpt_path",
+    "checkpoint": "ckpt_path",
+    "callbacks.checkpoint": "model_checkpoint enable_checkpointing",
+    "callbacks.console": "enable_progress_bar",
+    "checkpoint_keep": "save_top_k",
+    "checkpoint_every": "every_n_train_steps",
+    "val_every": "check_val_every_n_epoch val_check_interval",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_clip_val": "max_grad_norm",
+    "precision": "dtype amp",
+    "exact": "deterministic",
+    "max_steps": "limit_train_batches",
+    "debug=batch": "fast_dev_run",
+    "debug=overfit": "overfit_batches",
+    "+debug.trainer.limit_val_batches": "limit_val_batches",
+    "+debug.trainer.limit_test_batches": "limit_test_batches",
+    "name": "experiment_name",
+    "outputs": "default_root_dir log_dir",
 }
 # A choice in lightning-hydra-template -> what to type here.
 CHOICES = {
@@ -262,6 +240,11 @@ def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str
     return f"{refused}; {unknown_name_message(last, names)}"
 
 
+def keys_called(*names: str) -> list[str]:
+    """Return our keys that other projects call by one of these names."""
+    return [ours for name in names for ours, theirs in ELSEWHERE.items() if name in theirs.split()]
+
+
 def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     """Return `did you mean <key>?` or an explanation; "" if there is neither."""
     if key in EXPLAINED:
@@ -269,18 +252,17 @@ def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     last = key.rpartition(".")[2]
     groups = {*config, *(["debug"] if "max_epochs" in config else [])}  # a group without a choice is no key of a config
 
-    def renamed_keys(*names: str) -> list[str]:
-        return [
-            each for name in names for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0].lstrip("+") in groups
-        ]
+    def of_the_program(*names: str) -> list[str]:
+        return [each for each in keys_called(*names) if re.split("[.=]", each)[0].lstrip("+") in groups]
 
-    renamed = renamed_keys(key, last)
+    called = of_the_program(key, last)
     same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
-    if not renamed and not same and len(last) > 1:  # the first letters of its words, as in wd=0.1
+    if not called and not same and len(last) > 1:  # the first letters of its words, as in wd=0.1
         same = [each for each in _keys(config) if "".join(w[:1] for w in each.rpartition(".")[2].split("_")) == last]
-    candidates = renamed or [each for each in same if "." not in each] or same[:3]
+    candidates = called or [each for each in same if "." not in each] or same[:3]
     if not candidates and not difflib.get_close_matches(last, [*_keys(config)], cutoff=0.8):
-        candidates = renamed_keys(*difflib.get_close_matches(last, RENAMED, n=1, cutoff=0.8))
+        names = [name for theirs in ELSEWHERE.values() for name in theirs.split()]
+        candidates = of_the_program(*difflib.get_close_matches(last, names, n=1, cutoff=0.8))
     if candidates:
         return f"did you mean {' or '.join(dict.fromkeys(candidates))}?"
     return EXPLAINED.get(key.partition(".")[0], "")

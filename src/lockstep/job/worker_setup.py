@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.config import portable
 from lockstep.config.check import Config
-from lockstep.launch import logs
+from lockstep.launch import logs, portable
 from lockstep.launch.environment import environment
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h

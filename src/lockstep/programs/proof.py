@@ -21,8 +21,8 @@ from pathlib import Path
 
 from lockstep import compose, exit_on_signal
 from lockstep.config.arguments import quote_path
-from lockstep.config.portable import missing_instructions
 from lockstep.errors import UserError
+from lockstep.launch.portable import missing_instructions
 from lockstep.programs.common.template import template
 from lockstep.project import Project, use_project_of
 from lockstep.report.summary import summary_of

@@ -36,7 +36,7 @@ except ImportError:
 
 from lockstep import compose, exit_on_signal
 from lockstep.commands import cli, project_programs
-from lockstep.commands.sweeps import Progress, Slot, SweepJob, chooses_samples, run_jobs, sweep_settings
+from lockstep.commands.sweeps import Progress, Slot, SweepJob, best_of, chooses_samples, run_jobs, sweep_settings
 from lockstep.config import value_checks
 from lockstep.config.pages import quote_path
 from lockstep.config.schema import Sweep
@@ -201,11 +201,12 @@ def run_study(
         study.tell(trial.number, value if valid else None, state=None if valid else optuna.trial.TrialState.FAIL)
         progress.report(job, summary)
         refused += summary.get("refused", False)
-        if refused == MAX_REFUSED and not progress.values:
+        if refused == MAX_REFUSED and not progress.scored:
             raise UserError(f"the first {MAX_REFUSED} trials were refused: {summary['error']}")
-    if not progress.values:
+    if not progress.scored:
         print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>/output.log", file=sys.stderr)
         return 1
-    best = [f"{key}={value}" for key, value in study.best_params.items()]
+    params = study.trials[best_of(progress.scored, sweep.metric, str(sweep.mode))].params
+    best = [f"{key}={value}" for key, value in params.items()]
     print(f"to run the best again: python src/train.py {shlex.join([*flags, *of_trials, *best])}")
     return 0

@@ -17,10 +17,11 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.config import portable, rules
+from lockstep.config import rules
 from lockstep.config.schema import Keys
 from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
+from lockstep.launch import portable
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects

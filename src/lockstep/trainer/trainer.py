@@ -31,13 +31,14 @@ from lockstep.checkpoint.fits import COUNTED_BY, check_fits, check_record, compa
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.checkpoint.record import make_record
 from lockstep.checkpoint.run_checks import ParameterNameCheck
-from lockstep.config import portable, rules
+from lockstep.config import rules
 from lockstep.data.datasets import content_of, fingerprint
 from lockstep.data.digest import digest_of
 from lockstep.data.samplers import SamplerCheck
 from lockstep.data.step_data import StepData
 from lockstep.data.user_data import user_splits
 from lockstep.errors import UserError
+from lockstep.launch import portable
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.failures import print_refusals_as_lines
 from lockstep.launch.logs import hide_harmless_warnings

@@ -14,9 +14,9 @@ from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import check_targets_named
 from lockstep.config.pages import group_file
-from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.errors import UserError
+from lockstep.launch.portable import choose_kernels
 from lockstep.launch.signals import Interrupted
 from lockstep.programs.common.training import open_without_test, train_from
 from lockstep.text import is_url

@@ -19,8 +19,8 @@ from written_shards import flip, write_folder, write_shards
 from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
-from lockstep.config.portable import missing_instructions
 from lockstep.data.build import open_data
+from lockstep.launch.portable import missing_instructions
 from lockstep_extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
 JOB = (*SAVES_OFTEN, "checkpoint_every=5", "exact=true", "pieces=4", "extras=[ledger]", "checkpoint_keep=-1")

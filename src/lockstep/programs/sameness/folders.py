@@ -23,10 +23,10 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import check_targets_named, locate
 from lockstep.config.pages import group_file
-from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.data.datasets import differ
 from lockstep.errors import UserError, WorkerFailed
+from lockstep.launch.portable import choose_kernels
 from lockstep.programs.common.training import open_without_test, train_from, train_quietly
 from lockstep.programs.comparison.facts import Facts, differing_values, facts, read, show
 from lockstep.programs.sameness.causes import Cause

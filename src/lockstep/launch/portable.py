@@ -8,12 +8,9 @@ processors that were compared.
 
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import export
@@ -34,17 +31,6 @@ def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
         if line := re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE):
             flags = line[1].split()
     return [name for name in INSTRUCTIONS if name not in flags]
-
-
-def is_requested(arguments: Sequence[str]) -> bool:
-    """Check whether a command line sets `exact=portable`, itself or by its experiment, before Hydra composes it."""
-    from lockstep.config import pages  # it imports Hydra, which a `lockstep.Trainer` does without
-
-    chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
-    recipe = pages.find(f"experiment/{chosen.get('experiment')}")
-    if "exact" not in chosen and recipe:
-        chosen = yaml.safe_load(recipe.read_text())
-    return chosen.get("exact") == PORTABLE
 
 
 def choose_kernels(exact: bool | str) -> None:
