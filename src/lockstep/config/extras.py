@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hook import StepHook
     from lockstep.step.passes import StepPasses
 
 
@@ -82,10 +81,6 @@ class Extra:
         """
         return ()
 
-    def describe(self) -> str:
-        """Return a description for the first lines of a run; may be empty."""
-        return ""
-
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         """Yield lines for the log at the start of a run.
 
@@ -110,14 +105,6 @@ class Extra:
             passes: that of the core, or of an earlier extra; `lockstep.step.strategy.proxy` gives it other methods.
         """
         return passes
-
-    def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
-        """Return the hooks that take part in each step.
-
-        Args:
-            parts: the parts of the worker's run.
-        """
-        return ()
 
     def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
         """Return callbacks for Lightning's Trainer.

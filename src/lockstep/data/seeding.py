@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.launch.failures import is_user_code
+from lockstep.step.strategy import seed_python_and_numpy
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 CONTAINERS = (list, tuple, set, frozenset, dict)

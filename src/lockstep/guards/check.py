@@ -19,10 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep.arithmetic.exact_sum import SMALL
-from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.guards.losses import HALF, MIN_DIFFERENCE, Losses, WeightedMeans, grows, may_grow
 from lockstep.step.batch import repeated
 from lockstep.step.outputs import outputs_of
+from lockstep.step.strategy import seed_python_and_numpy
 from lockstep.step.trial import Saved, generator_states, peeked_iterators, trial_passes
 from lockstep.text import join_names
 

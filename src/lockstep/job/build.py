@@ -286,7 +286,6 @@ def make_trainer(
         assert parts is not None, "extras take part in training only: see config.check"
         gradient_sum = extra.wrap_gradients(gradient_sum)
         observers += extra.checkpoint_observers(parts)
-        hooks += extra.step_hooks(parts)
         extra_callbacks += extra.callbacks(parts)
     callbacks = [*extra_callbacks, *callbacks]
     debug_options = dict(config.debug.trainer)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Action, Layout
 from lockstep.arithmetic.order import hooks_seed
-from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
-from lockstep.step.strategy import PieceStrategy, seed_device
+from lockstep.step.strategy import PieceStrategy, seed_device, seed_python_and_numpy
 from lockstep.text import join_names
 
 Schedule = Callable[[Sequence[MicroBatch]], Iterator[tuple[Action, int]]]

@@ -122,7 +122,7 @@ def step_parts(config: Config) -> list[str]:
     parts = [layout.describe(), f"{layout.strategy} on {layout.accelerator}"]
     if layout.exact:
         parts.append("exact" if layout.exact is True else f"exact={layout.exact}")
-    return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]
+    return parts
 
 
 def length_text(config: Config, num_samples: int) -> str:

@@ -1,7 +1,6 @@
 """One optimizer step on this process: its micro-batches, each computed alone with the seed of its piece."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,65 +9,59 @@ from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import StepRefused, UserError
-from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, StepData, data_of, joined, repeated
+from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, data_of, joined, repeated
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.outputs import Outputs, others_of, outputs_of
-from lockstep.step.strategy import PieceStrategy, generators, seed_device
+from lockstep.step.strategy import generators, seed_device
 from lockstep.text import plural
 
 # Hooks of modules and data modules that get the batch of a piece, in the order in which Lightning calls them.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-@dataclass(eq=False)
 class Step:
     """One optimizer step on this process.
 
-    Attributes:
+    Args:
         batch: this process's part of the step.
         trainer: the trainer.
         gradients: sums the gradients of the step's pieces.
         seed: the run's seed.
         forward_pass: takes the data of a micro-batch, and the micro-batch; returns the result of `training_step`.
         backward_pass: takes a weighted loss, and the micro-batch; runs the backward pass.
+
+    Attributes:
+        number: the number of the optimizer step since the run began, 0-based.
+        strategy: the trainer's strategy.
+        module: the module that is trained.
+        data: the trainer's data module.
         buffers: the module's buffers, from the first pass on.
         outputs: the numbers that `training_step` returned for each micro-batch, in the order of their backward passes.
         others: what else it returned in a dict.
     """
 
-    batch: StepBatch
-    trainer: Any
-    gradients: GradientSum
-    seed: int
-    forward_pass: Callable[[Any, MicroBatch], Any]
-    backward_pass: Callable[[Tensor, MicroBatch], None]
-    buffers: StepBuffers = field(init=False)
-    outputs: list[Outputs] = field(default_factory=list)
-    others: list[dict[str, Any]] = field(default_factory=list)
-    _others: dict[str, Any] = field(default_factory=dict)  # those of the last pass
-    # by index: the loss and its weight of each micro-batch that has had its forward pass, but not its backward pass
-    _pending: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    buffers: StepBuffers
 
-    @property
-    def number(self) -> int:
-        """The number of the optimizer step since the run began, 0-based."""
-        return self.batch.step
-
-    @property
-    def strategy(self) -> PieceStrategy:
-        """The trainer's strategy."""
-        return self.gradients.strategy
-
-    @property
-    def module(self) -> Any:
-        """The module that is trained."""
-        return self.strategy.lightning_module
-
-    @property
-    def data(self) -> StepData:
-        """The trainer's data module."""
-        return data_of(self.trainer)
+    def __init__(
+        self,
+        batch: StepBatch,
+        trainer: Any,
+        gradients: GradientSum,
+        seed: int,
+        forward_pass: Callable[[Any, MicroBatch], Any],
+        backward_pass: Callable[[Tensor, MicroBatch], None],
+    ) -> None:
+        self.batch, self.number = batch, batch.step
+        self.trainer, self.data = trainer, data_of(trainer)
+        self.gradients, self.seed = gradients, seed
+        self.strategy, self.module = gradients.strategy, gradients.strategy.lightning_module
+        self.forward_pass, self.backward_pass = forward_pass, backward_pass
+        self.outputs: list[Outputs] = []
+        self.others: list[dict[str, Any]] = []
+        self._others: dict[str, Any] = {}  # those of the last pass
+        # by index: the loss and its weight of each micro-batch that has had its forward pass, but not its backward pass
+        self._pending: dict[int, tuple[Tensor, Any]] = {}
 
     @property
     def losses(self) -> list[Tensor]:

@@ -1,10 +1,12 @@
 """What a step asks of the strategy that runs its passes, and the random numbers of pieces."""
 
+import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,12 @@ def seed_device(seed: int, device: torch.device) -> None:
     """Seed the generators of a piece on `device`."""
     for generator in generators(device):
         generator.manual_seed(seed)
+
+
+def seed_python_and_numpy(key: int) -> None:
+    """Seed the global generators of Python and numpy, from which users' code draws. A key has up to 64 bits."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' hooks, transforms and samplers draw from it
 
 
 class PieceStrategy:

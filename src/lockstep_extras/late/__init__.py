@@ -52,10 +52,8 @@ class Late(Extra):
         if config.precision == "16-mixed":
             yield "precision=16-mixed", "all steps share its loss scale; bf16-mixed"
 
-    def describe(self) -> str:
-        return f"gradients applied {plural(self.steps, 'step')} late"
-
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
+        yield f"late: gradients are applied {plural(self.steps, 'step')} late"
         if resumes:
             yield (
                 f"{self.setting}: a checkpoint has the gradients that wait, except one of a run's end: if that run is "

@@ -52,11 +52,9 @@ class LocalSgd(Extra):
         if config.precision == "16-mixed":
             yield "precision=16-mixed", "all processes share its loss scale; bf16-mixed"
 
-    def describe(self) -> str:
-        every = plural(self.every, "step")
-        return f"weights averaged every {every} (the result depends on the number of devices)"
-
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
+        every = plural(self.every, "step")
+        yield f"local_sgd: weights are averaged every {every}, so the result depends on the number of devices"
         if resumes:
             yield (
                 f"{self.setting}: all ranks continue with rank zero's optimizer state, so the bits differ from a run "

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.extras import Extra, RunParts
 from lockstep.launch.environment import external_workers
-from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -50,9 +49,6 @@ class Rebalance(Extra):
         if layout.num_devices == layout.pieces > 1 and not external_workers():
             why = f"each of {layout.num_devices} devices has one piece, so none can move"
             yield f"pieces={layout.pieces}", f"{why}; pieces={8 * layout.num_devices}"
-
-    def describe(self) -> str:
-        return f"pieces move to faster devices, at most every {plural(self.every, 'step')}"
 
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.replicas == 1:

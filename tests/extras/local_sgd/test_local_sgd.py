@@ -38,7 +38,9 @@ def test_weights_are_averaged_as_a_plain_loop_does(project: Path, tmp_path: Path
     assert not same_as(run.folder, local_sgd(1))
     summed = train(project, tmp_path / "summed", "LitDigits", *task)
     assert same_as(summed.folder, local_sgd(1)), "at every step, it is the mean of the gradients"
-    assert "weights averaged every 2 steps (the result depends on the number of devices)" in run.stderr + run.stdout
+    assert (
+        "weights are averaged every 2 steps, so the result depends on the number of devices" in run.stderr + run.stdout
+    )
 
 
 def test_averages_of_three_of_which_one_has_no_sample(run_train: Program) -> None:
