@@ -177,7 +177,8 @@ def _of_files(page: str, choices: tuple[str, ...]) -> bytes:
         return stored.read_bytes()
     primary = pages.primary(page)
     with initialize_config_dir(str(primary.folder), **VERSION_BASE):
-        config = pickle.dumps(compose(primary.name, [*primary.overrides, *choices]))
+        overrides = pages.with_one_search_path([*primary.overrides, *choices])
+        config = pickle.dumps(compose(primary.name, overrides))
     temporary = stored.with_suffix(f".{os.getpid()}")  # another worker may write the same at this moment
     with suppress(OSError):
         temporary.write_bytes(config)

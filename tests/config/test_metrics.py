@@ -129,6 +129,20 @@ def test_a_callback_of_lightning_gets_the_mode_that_is_known(tmp_path: Path) -> 
         check_of_monitors.on_train_start(pl.Trainer(logger=False), Scored())  # no batch was evaluated before
 
 
+class Follows(pl.Callback):
+    """A user's callback, which knows itself which value is the best."""
+
+    def __init__(self, monitor: str) -> None:
+        self.monitor = monitor
+
+
+def test_a_callback_that_takes_no_mode_gets_none(tmp_path: Path) -> None:
+    follows = f"+callbacks.follows={{_target_: {__name__}.Follows, monitor: val/acc}}"
+    assert [each.monitor for each in callbacks_of(tmp_path, Scored(), follows) if isinstance(each, Follows)] == [
+        "val/acc"
+    ]
+
+
 @pytest.mark.parametrize("patience", ["callbacks.early_stopping.patience=-1", "scheduler.patience=-1"])
 def test_a_negative_patience_is_refused(tmp_path: Path, patience: str) -> None:
     overrides = ("callbacks=early_stopping", "scheduler=plateau", patience)

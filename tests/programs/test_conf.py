@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, composed
 
 from lockstep.config.arguments import _purpose, help_page, read_arguments
-from lockstep.config.pages import BASE, INHERITED, SEARCHED, also_inherited, find, folders, options
+from lockstep.config.pages import BASE, INHERITED, SEARCHED, find, folders, options, with_one_search_path
 from lockstep.errors import UserError
 from lockstep.programs.conf import main, names
 from lockstep.project import use_project_of
@@ -86,13 +86,11 @@ def test_a_folder_of_the_command_line_comes_between_the_projects_pages_and_the_i
 def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None:
     ours = ",".join(SEARCHED)
     assert SEARCHED[0] == "pkg://lockstep.conf"
-    assert also_inherited("hydra.searchpath=[]") == f"hydra.searchpath=[{ours}]"
-    argument = "hydra.searchpath=['file:///a[,b']"
-    assert also_inherited(argument) == f"hydra.searchpath=['file:///a[,b',{ours}]"
-    assert also_inherited(also_inherited(argument)) == also_inherited(argument)
-    assert also_inherited("lr=0.1") == "lr=0.1"
-    for other in ("pkg://lockstep.conf_of_others", "file:///pkg://lockstep.conf"):
-        assert also_inherited(f"hydra.searchpath=[{other}]") == f"hydra.searchpath=[{other},{ours}]"
+    assert with_one_search_path(["hydra.searchpath=[]", "lr=1"]) == ["lr=1"], "that of conf/train.yaml"
+    for other in ("'file:///a[,b'", "'pkg://lockstep.conf_of_others'", "'file:///pkg://lockstep.conf'"):
+        (added,) = with_one_search_path([f"+hydra.searchpath=[{other}]"])
+        assert added == f"hydra.searchpath=[{other},{ours}]"
+        assert with_one_search_path([added]) == [added]
 
 
 def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:

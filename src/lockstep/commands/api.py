@@ -23,7 +23,7 @@ from lockstep.commands import cli, project_programs
 from lockstep.config.arguments import Arguments, read_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_quirks import VERSION_BASE, without_outer_hydra
-from lockstep.config.pages import quote_path
+from lockstep.config.pages import quote_path, with_one_search_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
@@ -77,7 +77,7 @@ def compose(*overrides: str) -> Composed:
 def _compose_command(arguments: Arguments) -> tuple[DictConfig, list[str]]:
     """Return the config of the command `src/train.py <arguments>`, and its arguments with `resume=` resolved."""
     cli.register_folder()
-    line = resume.resolve(arguments).line
+    line = with_one_search_path(resume.resolve(arguments).line)
     with without_outer_hydra(), initialize_config_dir(str(project().conf), **VERSION_BASE):
         return hydra_compose("train", overrides=line, return_hydra_config=True), line
 

@@ -113,7 +113,7 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
             right = f"add -m for a run with each of them, or give '{name}=[{value}]' for a list"
             raise UserError(f"{override}: has several values: {right}; decimals have a point")
     flags = [argument for argument in arguments if argument not in overrides]
-    return Arguments(program, tuple(map(pages.also_inherited, overrides)), tuple(flags))
+    return Arguments(program, tuple(overrides), tuple(flags))
 
 
 def _parsed(arguments: Sequence[str]) -> Any:

@@ -86,7 +86,8 @@ def with_mode(key: str, options: Mapping[str, Any], modes: Mapping[str, str], re
     Args:
         key: the group, such as `callbacks.checkpoint`.
         modes: see `resolve_mode`.
-        required: whether to refuse a metric without a `mode` of which none is known.
+        required: whether the group's class takes a `mode`, so that a metric of which none is known is refused. If it
+            may take none, only an option that is there is filled in.
 
     Raises:
         UserError: see `resolve_mode`.
@@ -94,7 +95,7 @@ def with_mode(key: str, options: Mapping[str, Any], modes: Mapping[str, str], re
     monitor, mode = options.get("monitor"), options.get("mode")
     if not isinstance(monitor, str) or mode not in (None, *MODES):  # another `mode`: the group's class checks it
         return dict(options)
-    if mode is None and not required and monitor not in modes:
+    if mode is None and not required and ("mode" not in options or monitor not in modes):
         return dict(options)
     mode_key = f"{'' if 'mode' in options else '+'}{key}.mode"
     return {**options, "mode": resolve_mode(f"{key}.monitor", monitor, mode, mode_key, modes)}

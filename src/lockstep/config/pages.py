@@ -98,7 +98,9 @@ def search_path_override(paths: Iterable[Path | str]) -> str:
 
 
 def with_one_search_path(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of which one says in which folders Hydra looks for pages; Hydra would take the first such one.
+    """Return overrides of which one says in which folders Hydra looks for pages, last in those of the packages.
+
+    Hydra would take the first such override alone, in place of what conf/train.yaml says.
 
     Args:
         overrides: in the order in which their folders are searched.
@@ -117,17 +119,6 @@ def with_one_search_path(overrides: Sequence[str]) -> list[str]:
         return others
     searched = [*dict.fromkeys(quote_path(path) for path in paths if path not in SEARCHED), *SEARCHED]
     return [f"hydra.searchpath=[{','.join(searched)}]", *others]
-
-
-def also_inherited(argument: str) -> str:
-    """Return an argument; one that replaces the folders in which Hydra looks for pages has the packages' too."""
-    key, _, value = argument.partition("=[")
-    if key.lstrip("+") == "hydra.searchpath" and value.endswith("]"):
-        paths = value[:-1].strip(" ,")
-        listed = [path.strip(" '\"") for path in paths.split(",")]
-        missing = [path for path in SEARCHED if path not in listed]
-        return f"{key}=[{','.join(filter(None, (paths, *missing)))}]" if missing else argument
-    return argument
 
 
 def quote_path(path: Path | str) -> str:
