@@ -167,7 +167,8 @@ def _error_message(
 
 # --- unknown names ---
 
-# Our key: what other projects call it, besides names that are near to ours. A message names keys that the program has.
+# Our key: what other projects call it. Of names that are near to ours, those that are flags there: `--epochs 3`. A
+# message names keys that the program has.
 ELSEWHERE = {
     "lr": "learning_rate base_lr max_lr",
     "data": "dataset",
@@ -185,7 +186,10 @@ ELSEWHERE = {
     "gradient_clip_val": "max_grad_norm",
     "precision": "dtype amp",
     "exact": "deterministic",
-    "max_steps": "limit_train_batches",
+    "max_epochs": "epochs num_epochs",
+    "max_steps": "steps num_steps limit_train_batches",
+    "num_nodes": "nodes",
+    "num_workers": "workers",
     "debug=batch": "fast_dev_run",
     "debug=overfit": "overfit_batches",
     "+debug.trainer.limit_val_batches": "limit_val_batches",
