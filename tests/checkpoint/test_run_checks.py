@@ -109,8 +109,7 @@ EARLY = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_
 def train(folder: Path, module: Plain, *callbacks: pl.Callback, epochs: int = 2) -> None:
     check = ParameterNameCheck(module)
     trainer = trainer_with(folder, Checkpoint(folder), *callbacks, check, epochs=epochs)
-    with check.recording():
-        trainer.fit(module, **loaders())
+    trainer.fit(module, **loaders())
 
 
 def at(hook: str, change: Any, kind: type = pl.Callback, epoch: int = 0) -> Any:
@@ -122,16 +121,15 @@ def at(hook: str, change: Any, kind: type = pl.Callback, epoch: int = 0) -> Any:
             vars(self)["done"] = True
             change(module)
 
-    code = act.__code__.replace(co_name=hook)
-    act.__code__ = code
     return type("Changing", (kind,), {hook: act})
 
 
 @pytest.mark.parametrize("hook", EARLY)
 @pytest.mark.parametrize("change", CHANGES)
 def test_renaming_before_the_first_step_is_refused(tmp_path: Path, hook: str, change: str) -> None:
-    cause = "a hook" if change == "a layer less" else rf"Changing\.{hook}"
-    message = rf"^{cause} adds, removes or renames parameters \(.*\), so no run could continue: do it in"
+    message = (
+        r"^a callback, or a hook of the module, adds, removes or renames parameters \(.*\), so no run could .*: do it"
+    )
     module = Plain()
     before = {name: each.clone() for name, each in module.state_dict().items()}
     with pytest.raises(UserError, match=message):
@@ -169,7 +167,7 @@ def test_a_replaced_parameter_must_be_trained(tmp_path: Path) -> None:
         module.layer = nn.Linear(3, 2)
 
     train(tmp_path, Plain(), at("setup", replace)(), epochs=1)  # before the optimizer is made
-    with pytest.raises(UserError, match=r"^Changing.on_fit_start replaces parameters .* \(layer.weight, layer.bias\)"):
+    with pytest.raises(UserError, match=r"^a callback, .* replaces parameters .* \(layer.weight, layer.bias\)"):
         train(tmp_path, Plain(), at("on_fit_start", replace)())
 
 

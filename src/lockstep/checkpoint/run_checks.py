@@ -3,19 +3,17 @@
 These are shared files, new names of parameters, and what is no plain data.
 """
 
-import inspect
 import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
@@ -122,18 +120,8 @@ class ParameterNameCheck(pl.Callback):
     changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = {name for name, _ in module.named_parameters()}
-        self._hooks: dict[int, str] = {}  # by the id of a parameter: the callback or hook that has registered it
+        self._built = {name: weakref.ref(each) for name, each in module.named_parameters()}
         self._first_step = True
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record which callback or hook registers a parameter."""
-        handle = register_module_parameter_registration_hook(self._record)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:
@@ -162,36 +150,20 @@ class ParameterNameCheck(pl.Callback):
         Raises:
             UserError: they differ.
         """
-        now = dict(module.named_parameters())
-        hooks = {name: self._hooks[id(each)] for name, each in now.items() if id(each) in self._hooks}
+        now, cause = dict(module.named_parameters()), "a callback, or a hook of the module,"
         right = "do it in the module's __init__ or configure_model"
-        if changed := [name for name in now if name not in self._names] + sorted(self._names - now.keys()):
-            causes = join_names(dict.fromkeys(hooks[name] for name in changed if name in hooks)) or "a hook"
+        if changed := [name for name in now if name not in self._built] + sorted(self._built.keys() - now.keys()):
             raise UserError(
-                f"{causes} adds, removes or renames parameters ({join_names(changed)}), so no run could continue: "
+                f"{cause} adds, removes or renames parameters ({join_names(changed)}), so no run could continue: "
                 f"{right}"
             )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        if lost := [name for name in hooks if now[name].requires_grad and id(now[name]) not in trained]:
-            causes = join_names(dict.fromkeys(hooks[name] for name in lost))
+        # The type of a part, which `fully_shard` puts in place of a parameter, is none of nn.Parameter.
+        replaced = {name: each for name, each in now.items() if self._built[name]() is not each}
+        replaced = {name: each for name, each in replaced.items() if issubclass(type(each), nn.Parameter)}
+        if lost := [name for name, each in replaced.items() if each.requires_grad and id(each) not in trained]:
             raise UserError(
-                f"{causes} replaces parameters after the optimizer has got them ({join_names(lost)}), so nothing "
+                f"{cause} replaces parameters after the optimizer has got them ({join_names(lost)}), so nothing "
                 f"trains them: {right}"
             )
-
-    def _record(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Record the callback or module whose hook registers a parameter."""
-        if parameter is None or id(parameter) in self._hooks:
-            return
-        if not issubclass(type(parameter), nn.Parameter):  # a part, which `fully_shard` puts back after each pass
-            return
-        frame, hook = inspect.currentframe(), ""
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, pl.Callback | pl.LightningModule) and owner is not self:
-                hook = f"{type(owner).__name__}.{frame.f_code.co_name}"  # the outermost one is called by the Trainer
-            frame = frame.f_back
-        if hook:
-            self._hooks[id(parameter)] = hook
-            weakref.finalize(parameter, self._hooks.pop, id(parameter), None)

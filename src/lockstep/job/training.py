@@ -127,7 +127,6 @@ class TrainingJob(Job):
         if goes_on:
             notes = resume_messages(config, splits, self._loaded)
         self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes, all_lines=not goes_on)
-        self._names = ParameterNameCheck(module)
         self._resume_state = ResumeState(self._record, settings(config, len(splits.train)), self.length.steps_per_epoch)
         self._callbacks: list[pl.Callback] = [
             EvaluationSeed(),
@@ -136,7 +135,7 @@ class TrainingJob(Job):
             *store_leases(),
             *chosen,
             self._resume_state,
-            self._names,
+            ParameterNameCheck(module),
             Preemption(folder),
             *([Snapshots(worker)] if worker else []),
             self._start_lines,
@@ -171,8 +170,7 @@ class TrainingJob(Job):
             raise UserError(f"train(job) passes ckpt_path={ckpt_path} to trainer.fit, but the run {start}: {right}")
         run, trainer = self.run, self.run.trainer
         try:
-            with self._names.recording():
-                yield self.checkpoint if self._fits == self._first_fit else None
+            yield self.checkpoint if self._fits == self._first_fit else None
         except Interrupted:
             run.record_weights()
             raise

@@ -386,9 +386,8 @@ class Trainer(StepTrainer):
                 rank_zero_info(f"changed since the checkpoint: {', '.join(changes)}")
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
-        names = ParameterNameCheck(model)
         others = [each for each in self.callbacks if each not in self._of_fit]
-        self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
+        self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), ParameterNameCheck(model)]
         train = data.splits.split("train")
         if train.draws is not None:
             self._of_fit.append(SamplerCheck(train.draws))
@@ -405,7 +404,7 @@ class Trainer(StepTrainer):
                 "give Trainer(pieces=...) for other numbers of devices"
             )
         try:
-            with _set_up_once(model, data), names.recording(), one_line_errors():
+            with _set_up_once(model, data), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
             if rules.SINGLE_VALUE_TEXT in str(error):
