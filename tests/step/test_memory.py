@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ def test_what_the_messages_propose_is_tried(
     def attempt(overrides: list[str], micro_batches: int) -> Any:
         tried.append((overrides, micro_batches))
         left = proposals[len(tried) - 1 :]
-        return SimpleNamespace(returncode=bool(left), stderr=f"a log\n{lacking}: {left[0]}\n" if left else "")
+        return bool(left), f"a log\n{lacking}: {left[0]}\n" if left else ""
 
     monkeypatch.setattr(fit_memory, "attempt", attempt)
     assert fit_memory.main(["model=resnet18", "strategy=ddp", "devices=2"]) == 0

@@ -26,8 +26,9 @@ from lockstep.config.hydra_quirks import VERSION_BASE, without_outer_hydra
 from lockstep.config.pages import quote_path, with_one_search_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch.environment import PARENT, environment, external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.process_group import gather_objects, remove_decisions
+from lockstep.launch.programs import started
 from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.project import project
 from lockstep.report.summary import summary_of
@@ -126,24 +127,18 @@ def train(config: Composed) -> dict[str, Any]:
 
 def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     """Train with the command `src/train.py` in a new process, and copy its output to stderr; otherwise as `train`."""
-    path = os.pathsep.join(filter(None, sys.path))  # the new process can import what this one can
-    process = subprocess.Popen(
-        [sys.executable, str(project().train_program), *arguments, f"hydra.run.dir={quote_path(folder)}"],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONPATH": path, PARENT: str(os.getpid())},
-        start_new_session=True,  # Ctrl-C reaches this process only, which forwards it
-    )
-    ending = ""
-    with signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
+    arguments, ending = [*arguments, f"hydra.run.dir={quote_path(folder)}"], ""
+    with (
+        started(project(), arguments, stderr=subprocess.PIPE, text=True, errors="replace") as process,
+        signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1),
+    ):
         assert process.stderr is not None
         for line in process.stderr:
             with suppress(OSError, ValueError, AttributeError):  # the reader has exited, or it is closed or None
                 sys.stderr.write(line)
             if line.startswith(("error: ", "interrupted by ")):
                 ending = line.rstrip()
+        process.wait()
     if process.returncode < 0:
         raise WorkerFailed(f"the run's process was killed by {signal_name(-process.returncode)}")
     _raise_for(process.returncode, ending)

@@ -14,8 +14,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from lockstep import exit_on_signal
+from lockstep.launch.programs import started
 from lockstep.project import project
 
 SHORT = ("max_steps=2", "++debug.trainer.limit_val_batches=1", "++debug.trainer.limit_test_batches=1")
@@ -24,12 +26,14 @@ NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
 OTHER = re.compile(r", or (strategy\S*)=(\S+)$")
 
 
-def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedProcess[str]:
-    """Train for two steps with `micro_batches` micro-batches. Return the completed process."""
+def attempt(overrides: list[str], micro_batches: int) -> tuple[int, str]:
+    """Train for two steps with `micro_batches` micro-batches. Return the exit code and what was written to stderr."""
     with tempfile.TemporaryDirectory(prefix="fit_memory_") as folder:
         settings = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
-        command = [sys.executable, str(project().train_program), *overrides, *settings]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with started(project(), [*overrides, *settings], **streams) as process:
+            _, errors = process.communicate()
+            return process.returncode, errors
 
 
 def main(overrides: list[str]) -> int:
@@ -43,14 +47,14 @@ def main(overrides: list[str]) -> int:
     while True:
         changed = [f"{key}={value}" for key, value in layout.items()]
         unchanged = [each for each in overrides if each.partition("=")[0] not in layout]
-        run = attempt([*unchanged, *changed], micro_batches)
-        if run.returncode == 0:
+        code, errors = attempt([*unchanged, *changed], micro_batches)
+        if code == 0:
             print(*changed, f"accumulate_grad_batches={micro_batches}")
             return 0
-        if not LACKING.search(run.stderr):
-            sys.stderr.write(run.stderr)
-            return run.returncode
-        reason = next(line for line in run.stderr.splitlines() if LACKING.search(line))
+        if not LACKING.search(errors):
+            sys.stderr.write(errors)
+            return code
+        reason = next(line for line in errors.splitlines() if LACKING.search(line))
         print(*changed, f"accumulate_grad_batches={micro_batches} does not fit: {reason}", file=sys.stderr)
         if other := OTHER.search(reason):
             micro_batches = 1
@@ -58,5 +62,5 @@ def main(overrides: list[str]) -> int:
             continue
         if "can't be cut finer" in reason or "pieces do not change it" in reason:
             return 1
-        finer = NEXT.search(run.stderr)
+        finer = NEXT.search(errors)
         micro_batches = int(finer[1]) if finer else 2 * micro_batches

@@ -23,6 +23,7 @@ from lockstep import compose, exit_on_signal
 from lockstep.config.arguments import quote_path
 from lockstep.errors import UserError
 from lockstep.launch.portable import missing_instructions
+from lockstep.launch.programs import started
 from lockstep.programs.common.template import template
 from lockstep.project import Project, use_project_of
 from lockstep.report.summary import summary_of
@@ -121,7 +122,7 @@ def train(of: Project, layout: str, added: Sequence[str], outputs: Path) -> str:
     if layout == KILLED:
         folder = kill_after_checkpoint(of, [*task, *LAYOUTS[ONE], "checkpoint_every=3"], outputs)
         task = [f"resume={quote_path(folder)}"]
-    with started(of, [*task, *LAYOUTS[layout]], outputs) as process:
+    with training(of, [*task, *LAYOUTS[layout]], outputs) as process:
         try:
             process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -139,7 +140,7 @@ def kill_after_checkpoint(of: Project, overrides: Sequence[str], outputs: Path) 
         UserError: the run ended before.
     """
     deadline = time.monotonic() + TIMEOUT
-    with started(of, overrides, outputs) as process:
+    with training(of, overrides, outputs) as process:
         while not (checkpoints := [*outputs.rglob("last.ckpt")]):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise UserError(f"{KILLED}: the run made no checkpoint: {last_line(outputs)}")
@@ -153,19 +154,13 @@ def kill_after_checkpoint(of: Project, overrides: Sequence[str], outputs: Path) 
 
 
 @contextmanager
-def started(of: Project, overrides: Sequence[str], outputs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the project's training in a session of its own, with its output in a file. Kill what is left at the end."""
-    with open(outputs / "output.txt", "wb") as log:
-        command = [sys.executable, str(of.train_program), *overrides]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=outputs, start_new_session=True
-        )
-    try:
+def training(of: Project, overrides: Sequence[str], outputs: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the project's training, with its output in a file. Kill what is left at the end."""
+    with (
+        open(outputs / "output.txt", "wb") as log,
+        started(of, overrides, stdout=log, stderr=log, cwd=outputs) as process,
+    ):
         yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def last_line(outputs: Path) -> str:
