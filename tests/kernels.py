@@ -39,11 +39,6 @@ class Kernels(TorchDispatchMode):
         """Return the operations that start a kernel."""
         return sum(count for name, count in self.seen.items() if name not in FREE)
 
-    @property
-    def host_reads(self) -> int:
-        """Return how often the host has read a number, for which it would wait for a GPU."""
-        return self.seen["_local_scalar_dense"]
-
 
 # calls by which the host reads a tensor
 READING = {

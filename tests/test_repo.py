@@ -100,12 +100,12 @@ def test_python_3_14_gets_the_hydra_that_starts_with_it() -> None:
 def test_ci_runs_the_documented_commands() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    kinds = {"make lint", "make docs", "make test", "make engines", "make lab"}
+    kinds = {"make lint", "make docs", "make test", "make engines"}
     assert kinds <= set(script.read_text().splitlines())
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = {command for job in jobs.values() for step in job["steps"] for command in [step.get("run", "")]}
     missing = {kind for kind in kinds - {"make docs"} if not any(kind in command for command in commands)}
-    assert missing <= {"make test", "make engines", "make lab"} & set(jobs["tests"]["strategy"]["matrix"]["command"])
+    assert missing <= {"make test", "make engines"} & set(jobs["tests"]["strategy"]["matrix"]["command"])
     assert any("make pages" in command for command in commands)
 
 

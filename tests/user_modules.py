@@ -147,18 +147,6 @@ class Rarely(LitDigits):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, weight_decay=0.5)
 
 
-class StepPlateau(Cut):
-    def __init__(self, monitor, every, lr: float = 0.1):
-        super().__init__(lr=lr)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        options = {"patience": 0, "factor": 0.5, "threshold": 9.0, "threshold_mode": "abs"}  # nothing is better by 9
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", **options)
-        follows = {"monitor": self.hparams.monitor, "interval": "step", "frequency": self.hparams.every}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **follows}}
-
-
 class Stopping(pl.callbacks.EarlyStopping):
     def __init__(self):
         super().__init__("train_loss", min_delta=10.0, patience=1)

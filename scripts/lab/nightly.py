@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "nightly.md"
-SELECTED = ("-n", "2", "--dist", "worksteal", "-m", "nightly or hypothesis", "--hypothesis-profile=nightly")
+SELECTED = ("-n", "2", "--dist", "worksteal", "-m", "nightly or hypothesis or lab", "--hypothesis-profile=nightly")
 VERSIONS = ("torch", "lightning", "hydra-core", "torchmetrics", "pytest")
 FAILED = ("failure", "error")
 
@@ -46,7 +46,8 @@ def page(tests: Mapping[str, list[str]], seconds: float, commit: str) -> str:
         "# The last nightly tests",
         "",
         "`make nightly` runs what is too long for each change: storms of faults, each deleted extra, emulated",
-        "processors, the commands of all pages, and more examples of the tests by hypothesis. It wrote this page.",
+        "processors, the commands of all pages, the measurements of scripts/lab/, and more examples of the tests by",
+        "hypothesis. It wrote this page.",
         "",
         "| | |",
         "|---|---|",

@@ -44,19 +44,6 @@ def test_what_an_epoch_began_with_exists_and_what_it_logs_stands_once(project: P
     assert train_loss(cut) == train_loss(whole)
 
 
-def test_a_schedule_that_follows_a_metric_by_steps_goes_on(project: Path, tmp_path: Path) -> None:
-    monitor = ("+model.monitor=val/acc", "val_every=2", "callbacks.checkpoint.monitor=null")
-    task = (*monitor, "checkpoint_every=4", "data.samples=300", "pieces=1", "max_epochs=1")
-    whole = train(project, tmp_path / "whole", "StepPlateau", *task, "+model.every=2")
-    fixed = train(project, tmp_path / "fixed", "StepPlateau", *task, "+model.every=1000")
-    cut = train(project, tmp_path / "cut", "StepPlateau", *task, "+model.every=2", cut="SIGKILL", ok=False)
-    assert cut.returncode == 1, str(cut)
-    run = go_on(project, cut)
-    assert "resumes after step 4" in run.stderr
-    assert same_bits(run, whole)
-    assert not same_bits(run, fixed)
-
-
 def test_a_network_that_is_made_late_goes_on(project: Path, tmp_path: Path) -> None:
     whole = train(project, tmp_path / "whole", "Lazy", "max_epochs=3")
     cut = train(project, tmp_path / "cut", "Lazy", "max_epochs=3", "max_steps=3")

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,27 +39,22 @@ class View:
     step: int  # 0: the initial state
 
     @property
-    def at(self) -> int:
-        """The step whose passes are looked at: for the initial state the first one."""
-        return max(self.step, 1)
-
-    @property
     def shown(self) -> int:
         """The number of that step since the runs began."""
-        return self.at + self.pair.start
+        return self.step + self.pair.start
 
     @property
     def runs(self) -> tuple[Run, Run]:
         return self.pair.one.run, self.pair.other.run
 
     def steps(self, side: int) -> list[Step]:
-        return self.runs[side].at(self.at)
+        return self.runs[side].at(self.step)
 
     def passes(self, side: int) -> list[Pass]:
-        return [*self.runs[side].passes(self.at)]
+        return [*self.runs[side].passes(self.step)]
 
     def samples(self, side: int) -> Counter[int]:
-        return self.runs[side].samples(self.at)
+        return self.runs[side].samples(self.step)
 
 
 REDUCERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # average gradients in the backward pass
@@ -69,7 +65,7 @@ def causes(pair: Pair, step: int) -> list[Cause]:
     """Return the causes of the difference that begins at a step."""
     view = View(pair, step)
     result: list[Cause] = []
-    for search in SEARCHES:
+    for search in SEARCHES if step else AT_START:
         if search not in LAST or not result:
             result += search(view)
         if any(cause.final for cause in result):
@@ -77,33 +73,78 @@ def causes(pair: Pair, step: int) -> list[Cause]:
     return result
 
 
-# --- before the first step --------------------------------------------------------------------------------------------
+# --- among the ranks of a side ----------------------------------------------------------------------------------------
 
 
-def ranks_apart_at_start(view: View) -> list[Cause]:
-    for side, run in enumerate(view.runs):
-        odd = _odd_start(run)
-        if odd and not (len(view.runs[1 - side].ranks) == len(run.ranks) and _odd_start(view.runs[1 - side])):
-            return [
-                Cause(
-                    "ranks start apart",
-                    f"{LABELS[side]}'s ranks start from different weights ({join_names(odd)})",
-                    "seed all ranks alike before the network is built, or broadcast rank 0's weights",
-                )
-            ]
-    return []
+@dataclass(frozen=True)
+class AmongRanks:
+    """Search for a fault among the ranks of one side, which the other side has not.
+
+    Attributes:
+        fault: a function of a side's run and the step. Return what differs among ranks, or nothing.
+        text: a function of the run and the fault; what this side's ranks do.
+    """
+
+    kind: str
+    fault: Callable[[Run, int], Sequence[object]]
+    text: Callable[[Run, Sequence[Any]], str]
+    change: str
+
+    def __call__(self, view: View) -> list[Cause]:
+        faults = [self.fault(run, view.step) if len(run.ranks) > 1 else () for run in view.runs]
+        alike = all(faults) and len(view.runs[0].ranks) == len(view.runs[1].ranks)
+        side = next((side for side in (0, 1) if faults[side]), None)
+        if side is None or alike:
+            return []
+        return [Cause(self.kind, f"{LABELS[side]}'s {self.text(view.runs[side], faults[side])}", self.change)]
 
 
-def _odd_start(run: Run) -> list[str]:
+def _odd_start(run: Run, _: int) -> list[str]:
     first = run.first.weights
     return [
         name for name in first if len({rank.weights[name].digest for rank in run.ranks if name in rank.weights}) > 1
     ]
 
 
+def _shared_samples(run: Run, step: int) -> Sequence[int]:
+    """Return the samples of each rank if they are the same on all of them."""
+    parts = [sorted(sample for each in rank.passes for sample in each.samples) for rank in run.at(step)]
+    return parts[0] if all(part == parts[0] for part in parts) else ()
+
+
+def _odd_gradients(run: Run, step: int) -> Sequence[str]:
+    return agree(run.at(step), "gradients")
+
+
+def _of_gradients(run: Run, odd: Sequence[str]) -> str:
+    why = "the ranks' gradients are never averaged" if run.first.group else "no process group: each rank trains alone"
+    return f"ranks step with different gradients ({join_names(odd)}): {why}"
+
+
+ranks_apart_at_start = AmongRanks(
+    "ranks start apart",
+    _odd_start,
+    lambda run, odd: f"ranks start from different weights ({join_names(odd)})",
+    "seed all ranks alike before the network is built, or broadcast rank 0's weights",
+)
+same_on_each_rank = AmongRanks(
+    "same samples on each rank",
+    _shared_samples,
+    lambda run, _: f"{len(run.ranks)} ranks all train on the same samples",
+    "a DistributedSampler for the training data",
+)
+ranks_apart = AmongRanks(
+    "gradients not averaged",
+    _odd_gradients,
+    _of_gradients,
+    "DistributedDataParallel, or all_reduce before the step",
+)
+
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
 def initial_state(view: View) -> list[Cause]:
-    if view.step:
-        return []
     weights, buffers = (view.pair.real(stage, 0) for stage in ("weights", "buffers"))
     both = [*weights, *buffers]
     total = sum(1 for stage in ("weights", "buffers") for _ in view.pair.apart(stage, 0))
@@ -132,13 +173,13 @@ def other_types(view: View) -> list[Cause]:
 
 def optimizers(view: View) -> list[Cause]:
     one, other = (view.steps(side)[0].optimizer for side in (0, 1))
-    if view.step and one != other:
+    if one != other:
         return [Cause("optimizer", f"{one} in the first, {other} in the second", "the same optimizer")]
     return []
 
 
 def schedules(view: View) -> list[Cause]:
-    apart = view.pair.settings_apart(view.at) if view.step else {}
+    apart = view.pair.settings_apart(view.step)
     if "lr" not in apart:
         return []
     name, mine, theirs = apart["lr"][0]
@@ -176,7 +217,7 @@ def _named(view: View, name: str) -> Iterable[tuple[Run, str]]:
 
 def settings(view: View) -> list[Cause]:
     result = []
-    for key, apart in (view.pair.settings_apart(view.at) if view.step else {}).items():
+    for key, apart in view.pair.settings_apart(view.step).items():
         if key != "lr":
             _, mine, theirs = apart[0]
             total = len(view.steps(0)[0].settings)
@@ -197,8 +238,6 @@ def _show(value: object) -> str:
 
 
 def frozen(view: View) -> list[Cause]:
-    if not view.step:
-        return []
     steps = view.steps(0)[0], view.steps(1)[0]
     names = view.pair.names
     back = {theirs: mine for mine, theirs in names.items()}
@@ -226,20 +265,8 @@ def frozen(view: View) -> list[Cause]:
 
 
 def ranks_share_samples(view: View) -> list[Cause]:
-    if view.samples(0) == view.samples(1):  # a data set may have each sample several times
-        return []
-    for side, run in enumerate(view.runs):
-        if len(run.ranks) > 1 and _same_on_all_ranks(run, view.at):
-            if len(view.runs[1 - side].ranks) == len(run.ranks) and _same_on_all_ranks(view.runs[1 - side], view.at):
-                continue
-            what = f"{LABELS[side]}'s {len(run.ranks)} ranks all train on the same samples"
-            return [Cause("same samples on each rank", what, "a DistributedSampler for the training data")]
-    return []
-
-
-def _same_on_all_ranks(run: Run, step: int) -> bool:
-    parts = [tuple(sample for each in rank.passes for sample in each.samples) for rank in run.at(step)]
-    return bool(parts[0]) and len({tuple(sorted(part)) for part in parts}) == 1
+    same = view.samples(0) == view.samples(1)  # a data set may have each sample several times
+    return [] if same else same_on_each_rank(view)
 
 
 def samples(view: View) -> list[Cause]:
@@ -252,7 +279,7 @@ def samples(view: View) -> list[Cause]:
     sizes = [Counter(sum(run.samples(step).values()) for step in range(1, run.length + 1)) for run in view.runs]
     usual = [size.most_common(1)[0][0] for size in sizes]
     by_step = [[frozenset(run.samples(step).items()) for step in range(1, run.length + 1)] for run in view.runs]
-    at = view.at - 1
+    at = view.step - 1
     for side in (0, 1):  # the other side leaves out a short step
         mine, theirs = by_step[side], by_step[1 - side]
         short = counts[side] < usual[side] or len(view.runs[side].first.steps) == at + 1
@@ -293,7 +320,7 @@ def samples(view: View) -> list[Cause]:
     if set(other) < set(one) or set(one) < set(other):
         more = int(len(other) > len(one))
         extra = set(one) ^ set(other)
-        before = Counter(each for step in range(1, view.at) for each in view.runs[more].samples(step))
+        before = Counter(each for step in range(1, view.step) for each in view.runs[more].samples(step))
         if all(before[each] for each in extra):
             what = f"{LABELS[more]} repeats {plural(len(extra), 'sample')} at the end of an epoch"
             change = "DistributedSampler pads to equal shares: weight the samples, or another size of the data set"
@@ -372,8 +399,8 @@ def outputs_apart(view: View) -> float | None:
     measured = [0.0]
     for side in (pair.one, pair.other):
         for run in (*side.flipped, *([side.again] if side.again else [])):
-            if run.length >= view.at:
-                measured.append(_outputs_apart([*side.run.passes(view.at)], [*run.passes(view.at)]) or 0.0)
+            if run.length >= view.step:
+                measured.append(_outputs_apart([*side.run.passes(view.step)], [*run.passes(view.step)]) or 0.0)
     return apart if apart > MARGIN * max(*measured, 1e-7) else 0.0
 
 
@@ -453,27 +480,12 @@ def _noise(view: View) -> list[Cause]:
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-def ranks_apart(view: View) -> list[Cause]:
-    if not view.step:
-        return []
-    for side, run in enumerate(view.runs):
-        other = view.runs[1 - side]
-        if len(run.ranks) > 1:
-            odd = agree(view.steps(side), "gradients")
-            if odd and not (len(other.ranks) == len(run.ranks) and agree(view.steps(1 - side), "gradients")):
-                group = run.first.group
-                why = "the ranks' gradients are never averaged" if group else "no process group: each rank trains alone"
-                what = f"{LABELS[side]}'s ranks step with different gradients ({join_names(odd)}): {why}"
-                return [Cause("gradients not averaged", what, "DistributedDataParallel, or all_reduce before the step")]
-    return []
-
-
 def factor(view: View) -> tuple[float, list[str], bool] | None:
     """Return by which factor the gradients differ, of which parameters, and whether it is the same for all of them."""
-    stage = "unclipped" if view.pair.real("unclipped", view.at) else "gradients"
-    one, other = view.pair.tensors(stage, view.at)
+    stage = "unclipped" if view.pair.real("unclipped", view.step) else "gradients"
+    one, other = view.pair.tensors(stage, view.step)
     factors: dict[str, float] = {}
-    for each in view.pair.apart(stage, view.at):
+    for each in view.pair.apart(stage, view.step):
         a, b = one[each.name], other[each.name]
         inner = float(a.sketch @ a.sketch)
         if not inner or not math.isfinite(b.norm) or each.rounding > 0.1:
@@ -494,13 +506,11 @@ def factor(view: View) -> tuple[float, list[str], bool] | None:
 
 def scales(view: View) -> list[Cause]:
     """Name why all gradients are a multiple of the other side's."""
-    if not view.step:
-        return []
     made = factor(view)
     if made is None:
         return []
     value, names, all_of_them = made
-    if not view.pair.real("unclipped", view.at):  # else it is the factor before clipping already
+    if not view.pair.real("unclipped", view.step):  # else it is the factor before clipping already
         shrunk = [(_clip_ratio(view.steps(side)[0]) or 1.0) if _clips(view, side) else 1.0 for side in (0, 1)]
         value *= shrunk[0] / shrunk[1]
     if abs(value - 1) <= DISTINCT:
@@ -517,7 +527,7 @@ def scales(view: View) -> list[Cause]:
     passes = [len(view.steps(side)[0].losses) or 1 for side in (0, 1)]
     usual = [run.micro_batches for run in runs]
     worlds = [len(run.ranks) for run in runs]
-    losses = [run.loss(view.at) for run in runs]
+    losses = [run.loss(view.step) for run in runs]
     of_loss = losses[1] / losses[0] if losses[0] and losses[1] else None
     side = int(value > 1)  # whose gradients are larger
     large = value if side else 1 / value
@@ -572,8 +582,6 @@ def _is(value: float, count: int) -> bool:
 
 def clipping(view: View) -> list[Cause]:
     """Name gradients that are clipped on one side only, or before they are all added."""
-    if not view.step:
-        return []
     between = [_changed_between_passes(view.steps(side)) for side in (0, 1)]
     if between[0] != between[1]:
         side = int(between[1])
@@ -647,8 +655,6 @@ def _changed_between_passes(steps: Sequence[Step]) -> bool:
 
 def weighting(view: View) -> list[Cause]:
     """Name parts of unequal size that count alike."""
-    if not view.step:
-        return []
     for side in (1, 0):
         passes = view.passes(side)
         sizes = [each.counted if each.counted is not None else len(each.samples) for each in passes]
@@ -664,7 +670,7 @@ def weighting(view: View) -> list[Cause]:
 
 
 def buffers(view: View) -> list[Cause]:
-    if not view.step or view.pair.real("gradients", view.step) or view.pair.real("weights", view.step):
+    if view.pair.real("gradients", view.step) or view.pair.real("weights", view.step):
         return []
     odd = view.pair.real("buffers", view.step)
     if not odd:
@@ -678,7 +684,7 @@ def buffers(view: View) -> list[Cause]:
 
 
 def update(view: View) -> list[Cause]:
-    if not view.step or view.pair.real("gradients", view.step):
+    if view.pair.real("gradients", view.step):
         return []
     odd = view.pair.real("weights", view.step)
     if not odd:
@@ -689,7 +695,7 @@ def update(view: View) -> list[Cause]:
 
 
 def gradient(view: View) -> list[Cause]:
-    odd = (view.pair.real("unclipped", view.step) or view.pair.real("gradients", view.step)) if view.step else []
+    odd = view.pair.real("unclipped", view.step) or view.pair.real("gradients", view.step)
     if not odd:
         return []
     outputs = outputs_apart(view)
@@ -699,19 +705,8 @@ def gradient(view: View) -> list[Cause]:
 
 
 LAST = (update, gradient)  # if nothing else is known
+AT_START: tuple[Callable[[View], list[Cause]], ...] = (other_types, ranks_apart_at_start, initial_state)
 SEARCHES: tuple[Callable[[View], list[Cause]], ...] = (
-    *(other_types, ranks_apart_at_start, initial_state, optimizers, schedules, settings, frozen),
-    *(
-        ranks_share_samples,
-        ranks_apart,
-        samples,
-        modes,
-        clipping,
-        forward,
-        scales,
-        weighting,
-        buffers,
-        update,
-        gradient,
-    ),
+    *(other_types, ranks_apart_at_start, optimizers, schedules, settings, frozen, ranks_share_samples, ranks_apart),
+    *(samples, modes, clipping, forward, scales, weighting, buffers, update, gradient),
 )
