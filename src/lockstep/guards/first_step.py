@@ -48,9 +48,15 @@ class FirstStepCheck(StepHook):
         Raises:
             StepRefused: the module breaks one of the rules.
         """
-        if self._done or step.number or os.environ.get("LOCKSTEP_TRACE"):  # `lockstep same` flips bits in a first pass
+        if self._done or step.number:
             return
         self._done = True
+        if os.environ.get(
+            "LOCKSTEP_TRACE"
+        ):  # the recorder may flip bits in a first pass, which a trial pass would restore
+            if step.trainer.is_global_zero:
+                LOG.warning("the steps are recorded for lockstep same, so the first one is not checked")
+            return
         if step.strategy.passes_communicate():
             LOG.debug("the first step is not checked, since a pass needs other processes")
             return
