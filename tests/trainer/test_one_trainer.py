@@ -19,6 +19,8 @@ from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
 from lockstep.strategies import DDP
+from lockstep.trainer.program import ProgramRun
+from lockstep.trainer.run import Run
 
 
 def refusal(function: Any, *args: Any, **options: Any) -> str:
@@ -114,5 +116,5 @@ def test_a_layout_decides_the_sizes(tmp_path: Path) -> None:
         lockstep.Trainer(**parts, pieces=2, default_root_dir=tmp_path)
     with pytest.raises(UserError, match="lacks what a config gives beside it"):
         lockstep.Trainer(layout=layout, default_root_dir=tmp_path)
-    assert lockstep.Trainer(**parts, default_root_dir=tmp_path).run is not None
-    assert trainer(tmp_path).run is None
+    assert type(lockstep.Trainer(**parts, default_root_dir=tmp_path).run) is Run
+    assert type(trainer(tmp_path).run) is ProgramRun

@@ -1,7 +1,8 @@
 """Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
@@ -40,6 +42,7 @@ from lockstep.job.optimizers import (
     without_defaulted,
 )
 from lockstep.launch.environment import environment
+from lockstep.launch.process_group import broadcast_from_rank_zero
 from lockstep.report.loggers import make_loggers
 from lockstep.report.report_lines import headline
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
@@ -325,3 +328,22 @@ def make_trainer(
     for extra in config.extras.values():
         loop.passes = extra.wrap_passes(loop.passes)
     return trainer
+
+
+def best_checkpoint(trainer: Any) -> str | None:
+    """Return the path of the best checkpoint of a config's run, on all ranks; None if it has none."""
+    names = [str(path) for each in trainer.callbacks if (path := getattr(each, "best_path", None))]
+    return broadcast_from_rank_zero(names[0] if names else None)  # other ranks may not see the file
+
+
+@contextmanager
+def without_fit_only(trainer: Any) -> Iterator[None]:
+    """Return a context in which a Trainer lacks what can't work in a test."""
+    before = trainer.callbacks, trainer.profiler
+    trainer.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
+    # WeightAveraging would load from the checkpoint the weights that are not averaged.
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, WeightAveraging)]
+    try:
+        yield
+    finally:
+        trainer.callbacks, trainer.profiler = before

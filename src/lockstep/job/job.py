@@ -4,13 +4,14 @@ This module imports next to nothing, so that a program that names `Job` starts q
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
 from lockstep.project import project
-from lockstep.trainer.run import Run
+from lockstep.trainer.run import GivenData, Run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -109,3 +110,22 @@ class Job(Run, ABC):
     def skips_fit(self) -> bool:
         """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
         raise UserError(f"{self.name}(job) calls trainer.fit: only train.py trains")
+
+    @contextmanager
+    def around_evaluation(
+        self, stage: str, model: Any, given: GivenData, ckpt_path: Any
+    ) -> Iterator[tuple[Any, GivenData, str | None]]:
+        """Do what belongs to each `trainer.test`; see `around_test`."""
+        if stage != "test":
+            yield model, given, ckpt_path
+            return
+        from lockstep.job.build import best_checkpoint, without_fit_only
+
+        path = best_checkpoint(self._trainer) if ckpt_path == "best" else ckpt_path
+        with without_fit_only(self._trainer), self.around_test(path):
+            yield model, given, path
+
+    @contextmanager
+    def around_test(self, ckpt_path: Any) -> Iterator[None]:
+        """Do what belongs to each `trainer.test`, before and after it."""
+        yield

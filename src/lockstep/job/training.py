@@ -53,6 +53,7 @@ from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_
 from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.text import join_names
+from lockstep.trainer.run import GivenData
 from lockstep.trainer.trainer import Trainer
 
 VIEW_TEXT = "view size is not compatible with input tensor"  # of torch
@@ -161,7 +162,7 @@ class TrainingJob(Job):
         return self._fits < self._first_fit
 
     @contextmanager
-    def around_fit(self, ckpt_path: Any) -> Iterator[str | None]:
+    def around_fit(self, model: Any, given: GivenData, ckpt_path: Any) -> Iterator[tuple[GivenData, str | None]]:
         """Record what `trainer.fit` has reached."""
         assert self.run is not None
         if ckpt_path != self.checkpoint and (self._fits == 1 or ckpt_path is not None):
@@ -170,7 +171,7 @@ class TrainingJob(Job):
             raise UserError(f"train(job) passes ckpt_path={ckpt_path} to trainer.fit, but the run {start}: {right}")
         run, trainer = self.run, self.run.trainer
         try:
-            yield self.checkpoint if self._fits == self._first_fit else None
+            yield given, self.checkpoint if self._fits == self._first_fit else None
         except Interrupted:
             run.record_weights()
             raise
