@@ -23,7 +23,7 @@ from lockstep.config.instantiate import check_target, instantiate, targets_in
 from lockstep.config.metrics import modes_with_model, with_mode
 from lockstep.config.rules import refuse
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
-from lockstep.config.value_checks import checker, show
+from lockstep.config.value_checks import checker, override, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import (
@@ -292,13 +292,10 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "there is no GPU to hold the data; give speed.resident=auto",
         ),
     )
-    values = {
-        "precision": keys.precision,
-        "benchmark": keys.debug.trainer.get("benchmark"),
-        "gradient_clip_val": keys.gradient_clip_val,
-        "gradient_clip_algorithm": "value" if keys.gradient_clip_algorithm == "value" else None,
-    }
-    rules.check_pairs(layout, values, _typed)
+    algorithm = None if keys.gradient_clip_algorithm == "norm" else keys.gradient_clip_algorithm  # the default
+    options = {"gradient_clip_val": keys.gradient_clip_val, "gradient_clip_algorithm": algorithm}
+    options |= {"benchmark": keys.debug.trainer.get("benchmark")}
+    rules.check_pairs(layout, keys.precision, options, _typed)
     refuse(pairs)
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
@@ -325,7 +322,7 @@ def _survival_pairs(keys: Keys, layout: Layout, extras: str) -> Iterable[tuple[s
 
 def _typed(name: str, value: Any) -> str:
     """Return a setting as it is typed on the command line."""
-    return f"debug.trainer.{name}={show(value)}" if name == "benchmark" else f"{name}={show(value)}"
+    return override(f"debug.trainer.{name}" if name == "benchmark" else name, value)
 
 
 def _check_shares(layout: Layout, trains: bool) -> None:

@@ -29,21 +29,20 @@ def refuse(pairs: Iterable[tuple[str, str, str]]) -> None:
             raise UserError(f"{one} and {other} don't go together: {why}")
 
 
-def check_pairs(layout: Layout, values: Mapping[str, Any], typed: Callable[[str, Any], str]) -> None:
+def check_pairs(layout: Layout, name: str, options: Mapping[str, Any], typed: Callable[[str, Any], str]) -> None:
     """Refuse settings that can't be combined, and shares of the wrong number.
 
     Args:
         layout: the layout that follows from them.
-        values: `precision`, as the user gave it, `benchmark`, `gradient_clip_val` and `gradient_clip_algorithm`; of
-            the last one None, unless it would clip.
+        name: the precision, as the user gave it.
+        options: those of Lightning's Trainer that the user has chosen.
         typed: returns a setting as a user types it, from its name and value.
     """
-    name = values["precision"]
     precision, exact = typed("precision", name), typed("exact", layout.exact) * bool(layout.exact)
     portable = exact * (layout.exact == PORTABLE)
     device = typed("accelerator", layout.accelerator)
     on_cpu, on_gpu = device * (layout.accelerator == "cpu"), device * (layout.accelerator == "gpu")
-    algorithm, clips = values["gradient_clip_algorithm"], values["gradient_clip_val"] is not None
+    algorithm, clips = options.get("gradient_clip_algorithm"), options.get("gradient_clip_val") is not None
     refuse(
         (
             (precision * name.startswith("16-"), on_cpu, "fp16 needs a GPU; give bf16-mixed or 32-true"),
@@ -53,7 +52,7 @@ def check_pairs(layout: Layout, values: Mapping[str, Any], typed: Callable[[str,
                 f"exact needs one of {', '.join(EXACT_PRECISIONS)}",
             ),
             (
-                typed("benchmark", True) * bool(values["benchmark"]),
+                typed("benchmark", True) * bool(options.get("benchmark")),
                 exact,
                 "it may choose other kernels in each run; leave it out",
             ),

@@ -21,12 +21,11 @@ from lockstep.config import rules
 from lockstep.config.schema import Keys
 from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
-from lockstep.launch import portable
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.private_names import device_of, unusual_option
-from lockstep.strategies import DDP, DP, FSDP, RunSettings, Strategy
+from lockstep.strategies import DDP, DP, FSDP, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": DDP, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
@@ -241,15 +240,6 @@ def refuse_more_than_one(strategy: Any, number: int) -> None:
     """Refuse several devices for a strategy that names a single one."""
     if number > 1 and (strategy == "single_device" or isinstance(strategy, SingleDeviceStrategy)):
         raise UserError(f"Trainer(strategy=that of a single device) has {number} devices: use strategy='auto'")
-
-
-def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dict[str, Any]) -> None:
-    """Refuse settings that can't be combined."""
-    values = {name: options.get(name) for name in ("benchmark", "gradient_clip_val", "gradient_clip_algorithm")}
-    rules.check_pairs(layout, {"precision": str(precision), **values}, lambda name, value: f"{name}={value}")
-    if layout.exact == portable.PORTABLE and precision != "32-true":
-        raise UserError(f"precision={precision} and exact=portable don't go together: give precision=32-true")
-    rules.refuse(strategy.conflicts(RunSettings(layout, str(precision))))
 
 
 class BadInput(UserError, MisconfigurationException, ValueError, TypeError):

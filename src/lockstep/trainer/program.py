@@ -42,6 +42,7 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objec
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
 from lockstep.lightning.hooks import overrides_method, setup_was_called
 from lockstep.lightning.private_names import last_checkpoints, timeout_of
+from lockstep.strategies import RunSettings
 from lockstep.text import join_names
 from lockstep.trainer.data import (
     batch_size_of,
@@ -52,7 +53,6 @@ from lockstep.trainer.data import (
 from lockstep.trainer.options import (
     PRECISIONS,
     check_arguments,
-    check_pairs,
     checked_options,
     chosen_devices,
     chosen_seed,
@@ -165,7 +165,8 @@ class ProgramRun(Run):
         }
         layout = self.layout = self._layout(batch_size)
         self.precision = PRECISIONS.get(precision, precision)
-        check_pairs(kind, layout, self.precision, options)
+        rules.check_pairs(layout, str(self.precision), options, lambda name, value: f"{name}={value}")
+        rules.refuse(kind.conflicts(RunSettings(layout, str(self.precision))))
         portable.set_up_worker(exact)
         set_up_process(layout)
 
