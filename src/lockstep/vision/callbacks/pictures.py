@@ -1,9 +1,8 @@
-"""Show the mistakes of a classifier: confusion matrix, accuracy by class, worst mistakes."""
+"""Show the mistakes of a classifier: accuracy by class, and a grid of the worst mistakes."""
 
 import time
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from lockstep.lightning.epochs import is_last_step
 from lockstep.step.timing import exclude_from_timing
 from lockstep.vision.callbacks.first_page import boards
 
-MOST_CLASSES = 100  # most classes for a confusion matrix and for curves of each class
-MOST_NUMBERS = 25  # most classes for numbers in the cells of a confusion matrix
+MOST_CLASSES = 100  # most classes for curves of each class
 MISTAKES = 10  # number of shown mistakes, those with the largest loss
 COLUMNS = 5  # mistakes in a row
 NAME_LENGTH = 7  # shown characters of a class's name
@@ -28,11 +26,11 @@ HEIGHT = 2.2  # inches
 
 
 class Pictures(Callback):
-    """Shows on TensorBoard which classes a classifier confuses.
+    """Shows on TensorBoard which samples a classifier gets wrong.
 
-    After each validation it logs the accuracy of each class (`val_class/<class>`). After the test it draws the
-    confusion matrix and the worst mistakes (`wrong/`). It draws them after the last validation if there is no test, and
-    after other validations from time to time.
+    After each validation it logs the accuracy of each class (`val_class/<class>`). After the test it draws the worst
+    mistakes (`wrong/`). It draws them after the last validation if there is no test, and after other validations from
+    time to time.
 
     A forward hook reads the output of `forward` in evaluation. So the callback works with any module that calls
     `self(x)` on a batch `(x, y)` and gets logits or log-probabilities, one for each class. For other modules, and for
@@ -51,7 +49,7 @@ class Pictures(Callback):
         self._hook: Any = None  # the forward hook during an evaluation
         self._last_pass: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
         self._must_gather: bool  # whether the counts of all processes must be added
-        self._confusion: Confusion
+        self._counts: ClassCounts
         self._mistakes: Mistakes
 
     def _start_counting(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -63,8 +61,8 @@ class Pictures(Callback):
         # Several replicas (processes that have a whole network each) count a part of the samples each. The parts of a
         # divided network count all samples each.
         self._must_gather = data.layout.replicas > 1
-        confusion = Confusion(data.splits.spec.num_classes, sync_on_compute=self._must_gather)
-        self._confusion = confusion.to(pl_module.device)
+        counts = ClassCounts(data.splits.spec.num_classes, sync_on_compute=self._must_gather)
+        self._counts = counts.to(pl_module.device)
         self._mistakes = Mistakes(data.splits.spec)
 
         def store_pass(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -79,9 +77,9 @@ class Pictures(Callback):
         x, y = batch
         # A rank without samples of the split evaluates one sample that does not count.
         is_counted = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
-        if is_counted and _is_classification_batch(x, logits, y, self._confusion.classes):
-            valid = ((y >= 0) & (y < self._confusion.classes)).all()  # stays on the device: the host would wait for it
-            self._confusion.update(logits, y, valid)
+        if is_counted and _is_classification_batch(x, logits, y, self._counts.classes):
+            valid = ((y >= 0) & (y < self._counts.classes)).all()  # stays on the device: the host would wait for it
+            self._counts.update(logits, y, valid)
             self._mistakes.add(x, logits, y, valid)
 
     def _remove_hook(self, *args: Any, **kwargs: Any) -> None:
@@ -95,29 +93,23 @@ class Pictures(Callback):
         self._remove_hook()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with exclude_from_timing(trainer):
-            confusion = self._confusion.compute().cpu()
+            hits, counts = self._counts.compute().cpu().tolist()
             is_last = split == "test" or (data.splits.test is None and is_last_step(trainer))
             must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next_drawing)
             if must_draw and self._must_gather:
                 self._mistakes.gather()
-            if not trainer.is_global_zero or not confusion.any():
+            if not trainer.is_global_zero or not any(counts):
                 return
-            few_classes = len(confusion) <= MOST_CLASSES
-            hits, counts = confusion.diagonal(), confusion.sum(dim=1)
-            if split == "val" and few_classes:
-                rows = zip(self._mistakes.classes, hits.tolist(), counts.tolist(), strict=True)
+            if split == "val" and len(counts) <= MOST_CLASSES:
+                rows = zip(self._mistakes.classes, hits, counts, strict=True)
                 accuracies = {f"val_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
                     board.log_metrics(accuracies, step)
             if must_draw:
-                right, count = int(hits.sum()), int(counts.sum())
-                title = f"{split}, step {step}: "
-                figures = {"mistakes": self._mistakes.draw(f"{title}the worst of {count - right:,} mistakes")}
-                if few_classes:
-                    title += f"{right:,} of {count:,} right"
-                    figures["confusion"] = _matrix(confusion, self._mistakes.classes, title)
-                for board, (name, drawing) in product(boards(trainer), figures.items()):
-                    board.experiment.add_figure(f"wrong/{split}_{name}", drawing, step)
+                wrong = sum(counts) - sum(hits)
+                drawing = self._mistakes.draw(f"{split}, step {step}: the worst of {wrong:,} mistakes")
+                for board in boards(trainer):
+                    board.experiment.add_figure(f"wrong/{split}_mistakes", drawing, step)
                 self._next_drawing = time.monotonic() + self._seconds
 
     on_validation_start = on_test_start = _start_counting
@@ -126,45 +118,10 @@ class Pictures(Callback):
     on_exception = _remove_hook
 
 
-def figure(height: float, title: str) -> Any:
-    """Return a matplotlib figure 340 pixels wide, the size at which TensorBoard shows pictures.
+class ClassCounts(Metric):
+    """Counts the samples of each class, and those of them that are classified rightly.
 
-    TensorBoard would shrink larger ones, and their letters could not be read.
-
-    Args:
-        height: inches of 100 pixels.
-    """
-    from matplotlib.figure import Figure  # pyplot's may open a window
-
-    made = Figure((3.4, height), dpi=100, layout="constrained")
-    made.suptitle(title, fontsize=9)
-    return made
-
-
-def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
-    """Return a figure of a confusion matrix [true class, predicted class], with the accuracy of each class."""
-    drawing = figure(max(HEIGHT, 0.17 * len(classes) + 0.65), title)
-    axes = drawing.add_subplot()
-    shares = (confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    axes.set_xlabel("taken for", fontsize=8)
-    if len(classes) > MOST_NUMBERS:
-        return drawing
-    ticks, size = range(len(classes)), min(8, 110 / len(classes))
-    rotation = 90 if max(map(len, classes)) > 2 else 0
-    axes.set_xticks(ticks, [name[:NAME_LENGTH] for name in classes], rotation=rotation, fontsize=8)
-    axes.set_yticks(ticks, [f"{name[:NAME_LENGTH]} {shares[i][i]:.0%}" for i, name in enumerate(classes)], fontsize=8)
-    for (row, column), number in np.ndenumerate(confusion.numpy()):
-        if number:
-            colour = "white" if shares[row][column] > 0.5 else "black"
-            axes.text(column, row, number, ha="center", va="center", fontsize=size, color=colour)
-    return drawing
-
-
-class Confusion(Metric):
-    """Counts how often samples of each class are taken for each other class.
-
-    torchmetrics' own class reads numbers of each batch, for which the host would wait for a GPU.
+    torchmetrics' own classes read numbers of each batch, for which the host would wait for a GPU.
     """
 
     counts: Tensor
@@ -172,17 +129,17 @@ class Confusion(Metric):
     def __init__(self, classes: int, **options: Any) -> None:
         super().__init__(**options)
         self.classes = classes
-        # The last number is of samples that do not count.
-        self.add_state("counts", torch.zeros(classes**2 + 1, dtype=torch.int64), dist_reduce_fx="sum")
+        # The last column is of samples that do not count.
+        self.add_state("counts", torch.zeros(2, classes + 1, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, y: Tensor, valid: Tensor) -> None:
         """Count n samples: logits [n, classes], labels [n], and whether they count []."""
-        cells = torch.where(valid, y * self.classes + logits.argmax(dim=1), self.classes**2)
-        self.counts.index_add_(0, cells, torch.ones_like(cells))
+        column = torch.where(valid, y, self.classes)
+        self.counts.index_add_(1, column, torch.stack([logits.argmax(dim=1) == y, torch.ones_like(y)]).long())
 
     def compute(self) -> Tensor:
-        """Return the counts [true class, predicted class]."""
-        return self.counts[:-1].view(self.classes, self.classes)
+        """Return for each class the samples that are right, and all samples: [2, classes]."""
+        return self.counts[:, :-1]
 
 
 Mistake = tuple[float, int, int, float, NDArray[np.uint8]]  # see `Mistakes.worst`
@@ -237,8 +194,12 @@ class Mistakes:
 
     def draw(self, title: str) -> Any:
         """Return a figure of the images, with the predicted class, its probability and the true class below each."""
+        from matplotlib.figure import Figure  # pyplot's may open a window
+
         rows = max(1, -(-len(self.worst) // COLUMNS))
-        drawing = figure(max(HEIGHT, 0.25 + rows), title)
+        # 340 pixels wide, as TensorBoard shows pictures: it would shrink larger ones, and no letter could be read.
+        drawing = Figure((3.4, max(HEIGHT, 0.25 + rows)), dpi=100, layout="constrained")
+        drawing.suptitle(title, fontsize=9)
         for axes in drawing.subplots(rows, COLUMNS, squeeze=False).flat:
             axes.axis("off")
         for axes, (_, label, predicted, probability, image) in zip(drawing.axes, self.worst, strict=False):
