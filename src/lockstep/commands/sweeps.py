@@ -141,33 +141,38 @@ def sweep_settings(config: DictConfig) -> Sweep:
 
 @contextmanager
 def report_jobs(folder: Path, config: DictConfig) -> Iterator[None]:
-    """Let a launcher run jobs inside the `with` block, and print the results of the sweep.
+    """Let a launcher run jobs inside the `with` block. Print what they have scored, and how to run what is missing.
 
-    If some jobs fail, print how to continue, too, and raise SweepFailed.
+    Raises:
+        SweepFailed: Some jobs did not complete.
     """
-    reason = ""
+
+    def write(*lines: str) -> None:
+        if environment().rank == 0:
+            print(*lines, sep="\n", file=sys.stderr)
+
+    program = sys.argv[0] if sys.argv[0].startswith("lockstep ") else f"python {short_path(sys.argv[0])}"
+    to_continue = f"to run the remaining jobs: {program} {shell_override('sweep.resume', folder)}"
+    failure, reason = None, ""
     try:
         yield
     except UserError:
         raise
-    except SweepFailed:
-        print_results(folder, config)
-        raise
+    except SweepFailed as error:
+        failure = error
     except Exception as error:
         reason = f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+    except BaseException:  # a signal
+        write(to_continue)
+        raise
     statuses = [summary_of(job.parent).get("status") for job in folder.glob("*/summary.json")]
     failed = sum(status != "completed" for status in statuses)
-    print_results(folder, config)
-    if (reason or failed) and environment().rank == 0:
-        print(to_continue(folder), file=sys.stderr)
-        raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
-
-
-def print_results(folder: Path, config: DictConfig) -> None:
-    """Print what the runs of a sweep have scored, its folder, and the command that compares them."""
-    if environment().rank == 0 and is_of_training(config) and folder.exists():
+    if is_of_training(config) and folder.exists():
         sweep = sweep_settings(config)
-        print("\n".join(result_lines(folder, sweep.metric, str(sweep.mode))), file=sys.stderr)
+        write(*result_lines(folder, sweep.metric, str(sweep.mode)))
+    if failure or reason or failed:
+        write(to_continue)
+        raise failure or SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
 
 
 def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
@@ -282,19 +287,9 @@ def launch(config: DictConfig, jobs: Sequence[SweepJob], run: Callable[[SweepJob
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
         run(job)
 
-    try:
-        run_jobs(remaining, run_or_continue, progress.report, slots)
-    finally:
-        if (progress.done < progress.total or progress.failed) and environment().rank == 0:
-            print(to_continue(folder), file=sys.stderr)
+    run_jobs(remaining, run_or_continue, progress.report, slots)
     if progress.failed:
         raise SweepFailed(f"{plural(progress.failed, 'job')} of the sweep failed")
-
-
-def to_continue(folder: Path) -> str:
-    """Return the line with the command that runs the jobs of a sweep that are not complete."""
-    program = sys.argv[0] if sys.argv[0].startswith("lockstep ") else f"python {short_path(sys.argv[0])}"
-    return f"to run the remaining jobs: {program} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
