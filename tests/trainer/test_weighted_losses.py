@@ -15,6 +15,7 @@ from trainer.small import BATCH, Net, lines_of_lockstep, loader, samples, traine
 import lockstep
 from lockstep.callbacks import Meter
 from lockstep.errors import StepRefused
+from lockstep.strategies import Action, Strategy
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0])
 Loss = Callable[[Tensor, Tensor, Tensor], Any]  # of inputs, logits and labels
@@ -94,6 +95,25 @@ def test_a_weighted_step_is_the_same_on_every_layout(tmp_path: Path, loss: Loss)
         assert train(tmp_path, loss, **layout)[1] == pytest.approx(expected, abs=2e-6), layout
     control = train(tmp_path, by_class, alone=True)[1]
     assert control != pytest.approx(train(tmp_path, by_class, pieces=1)[1], abs=1e-3)
+
+
+class Backwards(Strategy):
+    """Computes the pieces from the last one to the first."""
+
+    name = "backwards"
+
+    def schedule(self, micro_batches: Any) -> Any:
+        for index in reversed(range(len(micro_batches))):
+            yield Action.FORWARD, index
+            yield Action.BACKWARD, index
+
+
+def test_a_piece_has_its_own_weight_in_any_order_of_the_passes(tmp_path: Path) -> None:
+    """The pieces of the last step are of unequal sizes."""
+    expected = train(tmp_path, by_class, pieces=8, exact=True)
+    backwards = train(tmp_path, by_class, pieces=8, exact=True, strategy=Backwards())
+    assert backwards[0] == expected[0]
+    assert backwards[2] == pytest.approx(expected[2], rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", [by_class, ignoring, masked, ragged])

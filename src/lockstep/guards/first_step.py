@@ -27,8 +27,8 @@ FILE = "findings.json"
 class FirstStepCheck(StepHook):
     """Check before a new run's first step what a module must respect so that its steps can be cut into pieces.
 
-    A run that continues from a checkpoint is not checked, nor is a process without a sample, nor a network
-    whose passes communicate (stages, SyncBatchNorm).
+    A run that continues from a checkpoint is not checked, nor is a process without a sample, nor a network whose passes
+    communicate (stages, SyncBatchNorm, fsdp with reshard), nor, as a line says, a run that `lockstep same` records.
 
     Args:
         compiled: whether torch compiles the networks. These passes run them uncompiled.
@@ -99,7 +99,7 @@ class StepPiece(Piece):
     def compute(self, batch: Any, number: int | None = None, graph: bool = False) -> tuple[Tensor, float | None]:
         """Return the loss of some samples, and the weight beside it."""
         number = self.number if number is None else number
-        loss, numbers = self.step.training_step(batch, replace(self.micro_batch, piece=number))
+        loss, numbers, _ = self.step.training_step(batch, replace(self.micro_batch, piece=number))
         weight = float(numbers["weight"]) * self.size if "weight" in numbers else None
         return (loss if graph else numbers["loss"]), weight
 

@@ -11,8 +11,11 @@
 | `results.py`, `logged_values.py` | what is logged: one value for all pieces and ranks |
 | `logs.py` | when it is reduced, shown and followed |
 | `saves.py` | when a checkpoint is saved |
-| `private_names.py` | what has no public name |
+| `strategy.py` | the strategies: what all of ours do otherwise |
+| `one_process.py`, `process_per_device.py` | the two kinds of strategy; fsdp derives from the second |
+| `private_names.py` | what a Trainer reads of a user's objects |
+| `torch_ddp.py` | torch's DDP, which Lightning makes |
 
-Every class or method names the behaviour of Lightning that it changes, and how to see it. Private names of Lightning
-are used in this folder only. tests/step/test_loop.py and tests/test_promise_5_evaluation.py fail when they change.
+"See it:" in a docstring says how to see the behaviour of Lightning that is changed. Private names of Lightning are used
+in this folder only. tests/step/test_loop.py and tests/test_promise_5_evaluation.py fail when they change.
 """

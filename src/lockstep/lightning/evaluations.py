@@ -12,7 +12,7 @@ from lockstep.lightning.strategy import Hooks
 
 
 class WatchedLoop:
-    """For a loop over evaluation batches: each must be evaluated, a limit counts all ranks', and the end saves.
+    """For a loop over evaluation batches: each is evaluated, limits count the batches of all ranks, its end may save.
 
     See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data. A module that
     changes a buffer in `on_validation_end`; a ModelCheckpoint with a monitor saves it before. limit_val_batches=2 on

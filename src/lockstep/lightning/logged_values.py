@@ -298,7 +298,7 @@ def remedy(fx: str) -> str:
 
 
 def name_once(about: Key, noticed: set[str]) -> None:
-    """Name a value of several ranks in one line that one device would have otherwise.
+    """Name, in one line, a value of several ranks that would be another one on one device.
 
     Args:
         about: its key.

@@ -45,7 +45,7 @@ class StepLogs(_LoggerConnector):
         """
         trainer = self.trainer
         if not trainer.training:
-            if trainer.evaluating:  # this is slow
+            if trainer.evaluating:
                 trainer.strategy.end_evaluation_batch()
             super().on_batch_end()
             return

@@ -36,7 +36,7 @@ class ProcessPerDevice(StepStrategy, DDPStrategy):
     Args:
         layout: the run's layout.
         schedule: see `StepStrategy`.
-        last_piece_is_last: whether both passes of a process's last micro-batch are the last ones of its step, so that
+        reduces_in_pass: whether both passes of a process's last micro-batch are the last ones of its step, so that
             DDP's reducer can sum in them.
         compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al.,
             PowerSGD, 2019).
@@ -49,12 +49,12 @@ class ProcessPerDevice(StepStrategy, DDPStrategy):
         self,
         layout: Layout,
         schedule: Schedule,
-        last_piece_is_last: bool = True,
+        reduces_in_pass: bool = True,
         compression: str = "none",
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(layout, schedule)
-        self._last_piece_is_last = last_piece_is_last
+        self._reduces_in_pass = reduces_in_pass
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients, in the last passes
@@ -118,7 +118,7 @@ class ProcessPerDevice(StepStrategy, DDPStrategy):
         It can't if parameters were frozen or unfrozen since DDP wrapped the module, because DDP would leave them out.
         """
         unchanged = [parameter.requires_grad for parameter in self._parameters] == self._trained
-        self._reducer_sends = wanted and unchanged and self._last_piece_is_last
+        self._reducer_sends = wanted and unchanged and self._reduces_in_pass
         return self._reducer_sends
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
@@ -153,7 +153,7 @@ class ProcessPerDevice(StepStrategy, DDPStrategy):
         if missing := {id(p) for p, at_start in pairs if p.requires_grad and _state(p.grad) == at_start}:
             names = join_names(name for name, p in self.lightning_module.named_parameters() if id(p) in missing)
             remedy = "use them in every training_step, or freeze them by requires_grad_(False)"
-            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {remedy}")
+            raise UserError(f"strategy={self.name}: no gradient has reached {names} in a step's last piece: {remedy}")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`: through DDP if its reducer is active, else on the plain module.
@@ -190,9 +190,6 @@ class ProcessPerDevice(StepStrategy, DDPStrategy):
             return tensor
         self.refuse_collective("log with sync_dist=True", "log it with on_epoch=True")
         self._check_shares(f"strategy.reduce in {current_hook(self.lightning_module)}")
-        return self._reduce(tensor, group, reduce_op)
-
-    def _reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)

@@ -1,14 +1,17 @@
-"""One optimizer step from its pieces: passes, hooks, gradients, buffers, micro-batches. Read them in this order.
+"""One optimizer step from its pieces. Read the files in this order.
 
-| name | what it is |
-|---|---|
-| piece | an equal part of a step's samples, with a seed of its own |
-| `MicroBatch` | a piece with its samples, on the device that computes it |
-| `StepBatch` | the micro-batches of one step that a process computes |
-| `Step` | one optimizer step on this process: a `StepBatch` and what its passes return |
-| `StepPasses` | computes the gradient of a `Step` |
-| `StepHook` | is called at fixed places of each step |
-| `StepData` | what a step needs of the data module |
+| name | file | what it is |
+|---|---|---|
+| `StepPasses` | passes.py | computes the gradient of a `Step` |
+| `StepHook` | hook.py | is called at fixed places of each step |
+| `Step` | step.py | one optimizer step on this process: a `StepBatch` and what its passes return |
+| `GradientSum` | gradients.py | the sum of the gradients of the pieces |
+| `StepBuffers` | buffers.py | gives each buffer one value after a step |
+| `StepBatch` | batch.py | the micro-batches of one step that a process computes |
+| `MicroBatch` | batch.py | a piece with its samples, on the device that computes it |
+| `StepData` | batch.py | what a step needs of the data module |
+
+A piece is an equal part of a step's samples, with a seed of its own.
 
 The calls of a step, from the outside to the inside:
 

@@ -171,12 +171,7 @@ class ExactGradientSum(GradientSum):
 
     def reduce(self, step_batch: StepBatch) -> None:
         """Sum over all processes, set the parameters' gradients, and choose the grids of later sums."""
-        units = self.sum.pack(alone=self.world_size == 1)
-        if self.world_size > 1:
-            dist.all_reduce(units)
-        reduce = all_reduce if self.world_size > 1 else reduce_alone
-        gradients, maxima = self.sum.unpack(reduce, self.divisor(step_batch))
-        self.sum.update_grids(maxima)
+        gradients = self.sum.total(all_reduce if self.world_size > 1 else reduce_alone, self.divisor(step_batch))
         triples = zip(self.trained.values(), gradients, self.sum.present, strict=True)
         for parameter, gradient, present in triples:
             self.set_gradient(parameter, gradient if present else None)

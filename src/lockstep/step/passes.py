@@ -30,7 +30,7 @@ from lockstep.step.step import Step
 class StepPasses:
     """Compute the gradient of a step from its micro-batches; a micro-batch is one piece on this process.
 
-    An extra may take the place of one by a subclass, see `Extra.wrap_passes`.
+    An extra may put a subclass in its place, see `Extra.wrap_passes`.
 
     Args:
         trainer: the trainer.
@@ -97,7 +97,7 @@ class StepPasses:
             StepRefused: a pass ran out of memory, or `training_step` returned no loss.
         """
         step.buffers = self.buffers
-        step.outputs, step.others = [], []  # an optimizer may run the passes of a step more than once
+        step.forget()
         try:
             for hook in self.hooks:
                 hook.before_step(step)

@@ -37,11 +37,13 @@ class Step:
         module: the module that is trained.
         data: the trainer's data module.
         buffers: the module's buffers, from the first pass on.
-        outputs: the numbers that `training_step` returned for each micro-batch, in the order of their backward passes.
+        outputs: the numbers that `training_step` returned for each micro-batch, in the order of the micro-batches.
         others: what else it returned in a dict.
     """
 
     buffers: StepBuffers
+    outputs: list[Outputs]
+    others: list[dict[str, Any]]
 
     def __init__(
         self,
@@ -57,28 +59,30 @@ class Step:
         self.gradients, self.seed = gradients, seed
         self.strategy, self.module = gradients.strategy, gradients.strategy.lightning_module
         self.forward_pass, self.backward_pass = forward_pass, backward_pass
-        self.outputs: list[Outputs] = []
-        self.others: list[dict[str, Any]] = []
-        self._others: dict[str, Any] = {}  # those of the last pass
+        self.forget()
         # by index: the loss and its weight of each micro-batch that has had its forward pass, but not its backward pass
         self._pending: dict[int, tuple[Tensor, Any]] = {}
 
+    def forget(self) -> None:
+        """Forget what `training_step` has returned: an optimizer may run the passes of a step more than once."""
+        self.outputs = [{} for _ in self.batch.micro_batches]
+        self.others = [{} for _ in self.batch.micro_batches]
+
     @property
     def losses(self) -> list[Tensor]:
-        """The losses of the micro-batches, in the order of their backward passes, without their graphs."""
+        """The losses of the micro-batches, in their order, without their graphs."""
         return [outputs["loss"] for outputs in self.outputs]
 
     def forward(self, index: int) -> None:
         """Run the forward pass of micro-batch `index`. Keep its graph until `backward`."""
         micro_batch = self.batch.micro_batches[index]
-        loss, outputs = self.training_step(self.prepared(micro_batch), micro_batch)
+        loss, outputs, others = self.training_step(self.prepared(micro_batch), micro_batch)
         self._pending[index] = loss, outputs.get("weight")
-        self.record(outputs)
+        self.record(index, outputs, others)
 
-    def record(self, outputs: Outputs) -> None:
-        """Record what `training_step` has just returned: `outputs`, and what is no number."""
-        self.outputs.append(outputs)
-        self.others.append(self._others)
+    def record(self, index: int, outputs: Outputs, others: dict[str, Any]) -> None:
+        """Record the numbers that `training_step` has returned for micro-batch `index`, and what is no number."""
+        self.outputs[index], self.others[index] = outputs, others
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
@@ -147,7 +151,7 @@ class Step:
             means["loss"] = (losses * shares).sum() / shares.sum().where(shares.sum() > 0, 1)
         return means
 
-    def training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
+    def training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs, dict[str, Any]]:
         """Run `training_step` on a prepared batch, with the piece's seed. Nothing is recorded.
 
         Args:
@@ -155,7 +159,7 @@ class Step:
             micro_batch: its device computes the batch, with the random numbers of its piece.
 
         Returns:
-            The loss, and all numbers without graphs.
+            The loss, all numbers without graphs (a `weight` is divided by the samples), and what is no number.
         """
         if batch is None:
             raise StepRefused(
@@ -164,11 +168,11 @@ class Step:
         seed = training_step_seed(self.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
             returned = self.forward_pass(batch, micro_batch)
-            self._others = others_of(returned, micro_batch.size)
+            others = others_of(returned, micro_batch.size)
             loss, outputs = outputs_of(returned)
         if "weight" in outputs:
             outputs["weight"] = outputs["weight"] / micro_batch.size
-        return loss, outputs
+        return loss, outputs, others
 
     def differentiate(self, loss: Tensor, micro_batch: MicroBatch, loss_weight: Tensor | None) -> None:
         """Weight a micro-batch's loss and run its backward pass.

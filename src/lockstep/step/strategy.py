@@ -40,7 +40,7 @@ def seed_python_and_numpy(key: int) -> None:
 class PieceStrategy:
     """What a step asks of the strategy that runs its passes. Here each process has all weights, and needs no other one.
 
-    Lightning's strategies are made so in `lockstep.lightning.strategy`.
+    `lockstep.lightning.strategy` derives such strategies from Lightning's.
 
     Attributes:
         name: the layout's name of the strategy.

@@ -1,4 +1,4 @@
-"""The base class of strategies: how a step's pieces are computed. By itself it is that of one device."""
+"""The base class of strategies: how a step's pieces are computed. By itself it is a process per device."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,7 +92,8 @@ class Strategy:
     def schedule(self, micro_batches: "Sequence[MicroBatch]") -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.
 
-        Here the backward pass of each micro-batch follows its forward pass.
+        Here the backward pass of each micro-batch follows its forward pass. With another order, gradients are summed
+        over the processes after the passes, and not during the last one.
 
         Args:
             micro_batches: those of this process, in the order of their devices' pieces.
@@ -109,6 +110,6 @@ class Strategy:
 
         if not layout.has_process_group:
             return gradient_sum(OneProcess(layout, self.schedule), layout)
-        last_piece_is_last = type(self).schedule is Strategy.schedule
-        strategy = ProcessPerDevice(layout, self.schedule, last_piece_is_last, self.compression, self.sync_batchnorm)
+        reduces_in_pass = type(self).schedule is Strategy.schedule
+        strategy = ProcessPerDevice(layout, self.schedule, reduces_in_pass, self.compression, self.sync_batchnorm)
         return gradient_sum(strategy, layout)

@@ -161,7 +161,7 @@ class Auditor:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
         with restoring_module(step, self._start_buffers):
             micro_batch = step.data.fetch_piece(step.batch, piece, device)
-            loss, outputs = step.training_step(step.prepared(micro_batch), micro_batch)
+            loss, outputs, _ = step.training_step(step.prepared(micro_batch), micro_batch)
             step.differentiate(loss, micro_batch, outputs.get("weight"))
             return [parameter.grad for parameter in trained_parameters(step.module)]
 

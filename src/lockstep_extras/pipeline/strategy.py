@@ -349,13 +349,14 @@ class StagedStep(Step):
         micro_batch = self.batch.micro_batches[index]
         sent, batch = self._pending.pop(index)
         with torch.no_grad():
-            self.record(self.training_step(batch, micro_batch)[1])
+            _, outputs, others = self.training_step(batch, micro_batch)
+            self.record(index, outputs, others)
         self.backward_pass(sent, micro_batch)  # it receives a gradient that is weighted already
 
-    def record(self, outputs: Outputs) -> None:
+    def record(self, index: int, outputs: Outputs, others: dict[str, Any]) -> None:
         if "weight" in outputs:
             raise StepRefused("training_step returns a weight, which stages can't sum: use another strategy")
-        super().record(outputs)
+        super().record(index, outputs, others)
 
 
 class _StagedForward:
