@@ -91,17 +91,8 @@ class ThreadDDP(ProcessPerDevice):
             yield
 
 
-class ThreadFSDP(FullySharded):
-    """Our strategy. One rank at a time computes a pass. Its blocks are gathered meanwhile, so it takes turns."""
-
-    def seed_hooks(self, *args: Any) -> None:
-        with one_at_a_time:
-            super().seed_hooks(*args)
-
-    @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
-        with one_at_a_time, super().micro_batch(micro_batch, seed):
-            yield
+class ThreadFSDP(ThreadDDP, FullySharded):
+    """The same for fsdp, and for backward passes. Blocks are gathered meanwhile, so a rank takes turns."""
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:

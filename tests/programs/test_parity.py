@@ -114,22 +114,6 @@ def test_the_layout_requested_is_compared_and_not_a_plain_one_in_its_place() -> 
     assert actual[1]["strategy"] == twos[0]
 
 
-@pytest.mark.usefixtures("processes")
-def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
-    run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
-    actual = run.folder / "differences.json"
-    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(actual.read_text())["rows"]}
-    order, cut, seed = rows["order of summation"], rows["another number of pieces"], rows["for scale: another seed"]
-    assert not order["effect"]["same_bits"]
-    assert order["effect"]["weights"] < 1e-5
-    assert order["left"]["same_bits"]
-    assert not cut["effect"]["same_bits"], "each piece drops other units"
-    assert cut["effect"]["weights"] > 100 * order["effect"]["weights"]
-    assert cut["left"]["weights"] < 1e-5
-    assert seed["effect"]["weights"] > 0.1
-    assert actual.with_suffix(".md").read_text() in run.stdout
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:

@@ -1,7 +1,6 @@
 """Prove that layouts agree, on your own model, data and machine:
 
     lockstep parity model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
-    lockstep parity differences=true data=mnist model.dropout=0.25
     lockstep parity features=true
 
 The program takes the config of train.py. It trains the same optimizer steps on every layout that this machine can run,
@@ -14,14 +13,12 @@ step, in further runs on one device with a flipped bit of each weight (yardstick
 shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps. From then on a
 comparison by default detects no mistake. Under exact all bits count.
 
-`differences=true` measures what may differ between two runs (another number of pieces, precision, threads), and checks
-that the documented switch removes the difference.
-
 `features=true` compares runs with each of the features in the `rows` of conf/parity.yaml, on a few layouts. It also
 kills and resumes these runs.
 
-The run folder gets parity.json and parity.png, or differences.json and differences.md, or features.json. The last line
-is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
+The run folder gets parity.json and parity.png, or features.json. The last line is the verdict.
+
+Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +38,7 @@ from lockstep.commands import cli
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file, options
-from lockstep.config.value_checks import Flag, checker, unknown_name_message, whole_number
+from lockstep.config.value_checks import unknown_name_message, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
@@ -49,13 +46,13 @@ from lockstep.guards import Finding
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.programs.common.training import check_one_machine
 from lockstep.programs.sameness.recorded import Side
-from lockstep.programs.trials import differences, features
+from lockstep.programs.trials import features
 from lockstep.programs.trials.judging import Row, explain, judge, measured, plot, rounding_of, table
 from lockstep.programs.trials.trial import YARDSTICKS, Outcome, Trial, layout_changes, run, shorten, with_counter
 from lockstep.report.summary import versions, write_summary
 from lockstep.text import plural
 
-PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py does not have
+PARITY_KEYS = ("steps", "test_samples", "tail", "features", "rows")  # keys that train.py does not have
 CONTROLS = {
     "lr x 1.01": "faster",
     "gradients summed, not averaged": "summed",
@@ -81,7 +78,6 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     test_samples = whole_number(1)("test_samples", raw.pop("test_samples"))
     tail = raw.pop("tail")
     tail = None if tail is None else whole_number(1)("tail", tail)
-    differing = checker(Flag)("differences", raw.pop("differences"))
     rows = chosen(raw.pop("features"), raw.pop("rows"), raw["model"])
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
     if rows and steps < features.STEPS:
@@ -99,12 +95,6 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         judge_features(features.measure(rows, prepared, steps, folder / "trials"), folder, report)
         return
     config, splits = opened(raw, test_samples)
-    if differing:
-        effects, text = differences.measure(config, raw, steps, splits, folder / "trials")
-        print(text)
-        (folder / "differences.md").write_text(text + "\n")
-        write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": effects})
-        return
     splits = shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
     judge_layouts(config, raw, steps, splits, folder, report)
 
