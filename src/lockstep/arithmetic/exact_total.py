@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 UNIT = -1126  # a float64 is a whole multiple of 2**-1126
-HALF = 26  # bits of the lower half of a mantissa, so that the sums of halves fit in 64 bits
+LOWER_BITS = 26  # bits of the lower half of a mantissa, so that the sums of halves fit in 64 bits
 
 
 class ExactTotal:
@@ -37,8 +37,8 @@ class ExactTotal:
         integers = np.ldexp(mantissas, 53).astype(np.int64)
         for exponent in np.unique(exponents).tolist():
             chosen = integers[exponents == exponent]
-            high, low = int((chosen >> HALF).sum()), int((chosen & (2**HALF - 1)).sum())
-            self.units += ((high << HALF) + low) << (exponent - 53 - UNIT)
+            high, low = int((chosen >> LOWER_BITS).sum()), int((chosen & (2**LOWER_BITS - 1)).sum())
+            self.units += ((high << LOWER_BITS) + low) << (exponent - 53 - UNIT)
 
     def merge(self, other: "ExactTotal") -> None:
         """Add another total."""

@@ -60,8 +60,7 @@ class StepLogs(_LoggerConnector):
 
     def begin_fit(self) -> None:
         """Find out in which steps something reads what training logs. Every rank calls this."""
-        trainer = self.trainer
-        several = trainer.world_size > 1 and trainer.strategy.weights != "staged"
+        trainer, several = self.trainer, data_of(self.trainer).layout.replicas > 1
         results = trainer.fit_loop.epoch_loop._results
         results.alone, results.speaks = not several, trainer.is_global_zero
         plateaus = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
@@ -169,7 +168,7 @@ class StepLogs(_LoggerConnector):
         super().epoch_end_reached()
         trainer.strategy.prepare_metrics()
         has_metrics = any(isinstance(part, Metric) for part in trainer.lightning_module.modules())
-        if has_metrics and trainer.world_size > 1 and trainer.strategy.weights != "staged":
+        if has_metrics and data_of(trainer).layout.replicas > 1:
             module, sync_dist_fn = trainer.lightning_module, trainer.strategy.reduce
             add_missing_metrics(trainer._results, gather_objects, module, sync_dist_fn)
         if trainer.training:
@@ -195,7 +194,7 @@ class StepLogs(_LoggerConnector):
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
         results.speaks = trainer.is_global_zero
-        several = trainer.world_size > 1 and trainer.strategy.weights != "staged"  # every stage sees all samples
+        several = data_of(trainer).layout.replicas > 1
         samples = data_of(trainer).num_local_samples(evaluated_split(trainer)) if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
         self._refuse_uncertain(results)

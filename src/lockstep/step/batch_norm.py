@@ -45,7 +45,7 @@ class BatchNormStats:
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
         module = gradients.strategy.lightning_module
         layout = data_of(module.trainer).layout
-        self.world_size = layout.replicas
+        self.replicas = layout.replicas
         layers, kinds = layers_with_statistics(module), STATISTICS[:2]
         self.layers: list[Any] = list(layers.values())
         self.buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers for kind in kinds]
@@ -53,7 +53,7 @@ class BatchNormStats:
         self.wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in self.buffers]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         # An exact sum rounds, also where a step has only one sample: then another layout may have idle processes.
-        self.leaves_one_to_torch = self.world_size == 1 and not (gradients.exact and layout.pieces > 1)
+        self.leaves_one_to_torch = self.replicas == 1 and not (gradients.exact and layout.pieces > 1)
         self.active = False
         self.versions: list[int] = []
         self.after: list[Tensor] = []  # with one piece: the buffers and counters after its forward pass
@@ -112,10 +112,10 @@ class BatchNormStats:
                 torch._foreach_copy_(present, self.after)
             return
         if self.exact_sum is not None:
-            reduce = all_reduce if self.world_size > 1 else reduce_alone
+            reduce = all_reduce if self.replicas > 1 else reduce_alone
             means = self.exact_sum.total(reduce, step_batch.num_nonempty)
         else:
-            if self.world_size > 1:
+            if self.replicas > 1:
                 dist.all_reduce(flat := parameters_to_vector(self.total))
                 vector_to_parameters(flat, self.total)
             torch._foreach_div_(self.total, step_batch.num_nonempty)

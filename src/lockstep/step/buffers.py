@@ -152,7 +152,7 @@ class StepBuffers:
         self._num_pieces = data_of(self.strategy.lightning_module.trainer).layout.pieces
         # With stages, all processes get the values of all buffers, since each of them calls `validation_step`.
         staged = self.strategy.weights == "staged"
-        self._communicates = self.batch_norm.world_size > 1 or staged
+        self._communicates = self.batch_norm.replicas > 1 or staged
         self._follows, self._follows_parameters = self._num_pieces > 1 or staged, self._num_pieces > 1 and not staged
         self.buffers: dict[str, Buffer] = {}
         self._steps_to_compare, self._begins_epoch = COMPARED_STEPS, True

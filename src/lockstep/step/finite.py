@@ -30,7 +30,7 @@ LARGE_WEIGHT = 1e5
 MAX_SEARCHES = 3  # of the samples of skipped steps, which take a pass for each sample
 
 
-class Findings(NamedTuple):
+class Diagnosis(NamedTuple):
     """What one rank finds out about a step whose gradient is not finite.
 
     Attributes:
@@ -150,27 +150,27 @@ class FiniteGradientCheck(StepHook):
         Raises:
             NonFinite: with `stop`; or the loss scale is so small that the scaler can't help.
         """
-        findings, scaler = self._findings(step), _scaler(step)
-        wrong = f"step {step.number + 1}: the gradient is not finite{at}, {cause(findings)}"
-        if scaler is not None and not any(each.wrong_loss for each in findings):
+        diagnoses, scaler = self._diagnoses(step), _scaler(step)
+        wrong = f"step {step.number + 1}: the gradient is not finite{at}, {cause(diagnoses)}"
+        if scaler is not None and not any(each.wrong_loss for each in diagnoses):
             if scaler.get_scale() < LEAST_SCALE:
                 raise NonFinite(f"{wrong} and the loss scale is {scaler.get_scale():.1g}: use precision=bf16-mixed")
             return False
         if self.policy == "stop":
-            raise NonFinite(wrong + self._advice(findings))
+            raise NonFinite(wrong + self._advice(diagnoses))
         LOG.warning("%s: the step is skipped", wrong)
         return True
 
-    def _advice(self, findings: Sequence[Findings]) -> str:
+    def _advice(self, diagnoses: Sequence[Diagnosis]) -> str:
         """Return what would be right, for the error message; empty if nothing is known."""
         skip = self.skip_advice
-        if any(each.wrong_values for each in findings):
+        if any(each.wrong_values for each in diagnoses):
             return ": correct the data" + f"; {skip}" * bool(skip)
-        if any(each.growth or each.large_weights for each in findings):
+        if any(each.growth or each.large_weights for each in diagnoses):
             return ": use a smaller learning rate"
         return f": {skip}" * bool(skip)
 
-    def _findings(self, step: Step) -> list[Findings]:
+    def _diagnoses(self, step: Step) -> list[Diagnosis]:
         """Return what each rank finds out about the step; a later rank's samples follow those of an earlier one."""
         pairs = list(zip(step.batch.micro_batches, step.losses, strict=True))
         bad = [micro_batch for micro_batch, loss in pairs if not bool(loss.isfinite())]
@@ -190,8 +190,8 @@ class FiniteGradientCheck(StepHook):
             for p in step.module.parameters()
             if step.strategy.holds(p) and (part := step.strategy.local_part(p.detach())).numel()
         )
-        local = Findings(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
-        return gather_objects(local) if step.gradients.world_size > 1 else [local]
+        local = Diagnosis(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
+        return gather_objects(local) if step.gradients.replicas > 1 else [local]
 
     def _growth(self, step: Step) -> tuple[float, float] | None:
         """Return the smallest and the latest loss until `step`, if the latest one is much larger.
@@ -228,17 +228,17 @@ def finite_if_all_are(gradients: Sequence[Tensor], exactly: bool = False) -> Ten
     return torch.stack([part.sum() for part in parts]).sum()
 
 
-def cause(findings: Sequence[Findings]) -> str:
+def cause(diagnoses: Sequence[Diagnosis]) -> str:
     """Return text about a gradient that is not finite: it names samples only if they are the cause."""
-    values = [sample for each in findings for sample in each.wrong_values]
-    losses = [sample for each in findings for sample in each.wrong_losses]
-    growth = next((each.growth for each in findings if each.growth), None)
+    values = [sample for each in diagnoses for sample in each.wrong_values]
+    losses = [sample for each in diagnoses for sample in each.wrong_losses]
+    growth = next((each.growth for each in diagnoses if each.growth), None)
     grown = f", after the loss has grown from {growth[0]:.3g} to {growth[1]:.3g}" if growth else ""
     if values:
         return f"since {_samples(values)} {'have' if len(values) > 1 else 'has'} values that are not finite"
-    if losses and len(losses) < sum(each.searched for each in findings):
+    if losses and len(losses) < sum(each.searched for each in diagnoses):
         return f"nor is the loss of {_samples(losses)}{grown}"
-    if any(each.wrong_loss for each in findings):
+    if any(each.wrong_loss for each in diagnoses):
         return f"nor is the loss of the step's samples{grown}"
     return f"though every loss is finite{grown}"
 

@@ -32,7 +32,7 @@ class GradientSum:
 
     Args:
         strategy: the trainer's strategy.
-        world_size: number of processes over which the gradient is summed.
+        replicas: the processes over which the gradient is summed; see `Layout.replicas`.
 
     Attributes:
         exact: whether the sum has the same bits in any order.
@@ -42,9 +42,9 @@ class GradientSum:
     exact = False
     exact_sum = ExactSum
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
+    def __init__(self, strategy: PieceStrategy, replicas: int) -> None:
         self.strategy = strategy
-        self.world_size = world_size
+        self.replicas = replicas
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients in the last backward pass
 
     def begin(self, step_batch: StepBatch) -> None:
@@ -53,14 +53,14 @@ class GradientSum:
         Args:
             step_batch: the part of the step that this process computes.
         """
-        self._reducer_sends = self.strategy.use_reducer(self.world_size > 1 and step_batch.all_ranks_have_data)
+        self._reducer_sends = self.strategy.use_reducer(self.replicas > 1 and step_batch.all_ranks_have_data)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the weight of a micro-batch's mean loss.
 
-        It includes the factor `world_size`, because DDP divides by it.
+        It includes the factor `replicas`, because DDP divides by it.
         """
-        return micro_batch.size / step_batch.samples * self.world_size
+        return micro_batch.size / step_batch.samples * self.replicas
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `reduce` sums."""
@@ -75,7 +75,7 @@ class GradientSum:
         If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
         an optimizer would apply weight decay.
         """
-        scale, is_summed = self.scale(step_batch), self._reducer_sends or self.world_size == 1
+        scale, is_summed = self.scale(step_batch), self._reducer_sends or self.replicas == 1
         if scale == 1 and is_summed:
             return
         parameters = self.parameters()
@@ -85,12 +85,12 @@ class GradientSum:
             return
         flat = flattened(parameters)
         dist.all_reduce(flat)
-        for parameter, gradient in zip(parameters, unflattened(parameters, flat, self.world_size), strict=True):
+        for parameter, gradient in zip(parameters, unflattened(parameters, flat, self.replicas), strict=True):
             parameter.grad = gradient
 
     def scale(self, step_batch: StepBatch) -> float:
         """Return the factor by which the sum of weighted losses becomes their mean; 1 without weights."""
-        samples = step_batch.samples if self.world_size > 1 else step_batch.num_local_samples
+        samples = step_batch.samples if self.replicas > 1 else step_batch.num_local_samples
         return samples / step_batch.weight if step_batch.weight else 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: PieceStrategy, replicas: int) -> None:
+        super().__init__(strategy, replicas)
         self.sum: Any = None  # the sum of the current step
         self.all_parameters: dict[str, torch.nn.Parameter] = {}
         self.trained: dict[str, torch.nn.Parameter] = {}  # of these, those that require a gradient
@@ -171,7 +171,7 @@ class ExactGradientSum(GradientSum):
 
     def reduce(self, step_batch: StepBatch) -> None:
         """Sum over all processes, set the parameters' gradients, and choose the grids of later sums."""
-        gradients = self.sum.total(all_reduce if self.world_size > 1 else reduce_alone, self.divisor(step_batch))
+        gradients = self.sum.total(all_reduce if self.replicas > 1 else reduce_alone, self.divisor(step_batch))
         triples = zip(self.trained.values(), gradients, self.sum.present, strict=True)
         for parameter, gradient, present in triples:
             self.set_gradient(parameter, gradient if present else None)
@@ -202,12 +202,12 @@ def flattened(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     return torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient])
 
 
-def unflattened(parameters: Sequence[torch.nn.Parameter], flat: Tensor, world_size: int) -> list[Tensor | None]:
+def unflattened(parameters: Sequence[torch.nn.Parameter], flat: Tensor, replicas: int) -> list[Tensor | None]:
     """Return the gradients of parameters from the sum of the results of `flattened` over all processes."""
     sums: list[Tensor | None] = []
     *parts, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
     for parameter, part, num_ranks in zip(parameters, parts, counts.tolist(), strict=True):
-        part /= world_size  # as DDP does; `weight` includes this factor
+        part /= replicas  # as DDP does; `weight` includes this factor
         sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if num_ranks else None)
     return sums
 

@@ -70,7 +70,7 @@ class StepPasses:
         """Whether a short last step of an epoch has fewer samples than pieces, so that a process may have none."""
         order = data_of(self.trainer).order
         tail = order.samples_per_epoch % order.layout.batch_size
-        return self.gradients.world_size > 1 and 0 < tail < order.layout.pieces
+        return self.gradients.replicas > 1 and 0 < tail < order.layout.pieces
 
     def begin_epoch(self) -> None:
         """Check the parameters, and the gradients of the epoch's first step.
@@ -146,7 +146,7 @@ class StepPasses:
         self.buffers.after_backward()
         if self._checks_gradients:
             gradients = self.gradients
-            if gradients.exact or gradients.world_size > 1:
+            if gradients.exact or gradients.replicas > 1:
                 setting = "exact=true" if gradients.exact else f"strategy={step.strategy.name}"
                 refuse_sparse_gradients(setting, step.module)
 
@@ -175,7 +175,7 @@ class StepPasses:
         weights = [0.0] * step.data.layout.pieces
         for micro_batch, outputs in zip(step.batch.micro_batches, step.outputs, strict=True):
             weights[micro_batch.piece] = float(outputs["weight"]) * micro_batch.size
-        if self.gradients.world_size > 1:
+        if self.gradients.replicas > 1:
             of_all = torch.tensor(weights, dtype=torch.float64, device=step.strategy.root_device)
             dist.all_reduce(of_all)  # one number and zeros for each piece, so their sum is not rounded
             weights = of_all.tolist()

@@ -54,7 +54,7 @@ class Audit(Extra):
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         from lockstep.arithmetic.exact_sum import CheckedSum
 
-        if gradients.world_size > 1:
+        if gradients.replicas > 1:
             gradients.exact_sum = CheckedSum
         return gradients
 

@@ -76,7 +76,7 @@ class LateSum(GradientSum):
         """Move this process's gradients out of the parameters and start their sum over all processes."""
         if not self.exact:
             return self._start_rounded(step_batch)
-        exact_sum, several, divisor = self.sum, self.world_size > 1, self.divisor(step_batch)  # type: ignore[attr-defined]
+        exact_sum, several, divisor = self.sum, self.replicas > 1, self.divisor(step_batch)  # type: ignore[attr-defined]
         units = exact_sum.pack(alone=not several)
         work = dist.all_reduce(units, async_op=True) if several else None
 
@@ -98,7 +98,7 @@ class LateSum(GradientSum):
         parameters = trained_parameters(self.strategy.lightning_module)
         if (scale := self.scale(step_batch)) != 1:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        if self.world_size == 1:
+        if self.replicas == 1:
             gradients: Gradients = [parameter.grad for parameter in parameters]
             started = StartedSum(parameters, lambda: (gradients, []))
         else:
@@ -107,7 +107,7 @@ class LateSum(GradientSum):
 
             def wait() -> tuple[Gradients, list[float]]:
                 work.wait()
-                return unflattened(parameters, flat, self.world_size), []
+                return unflattened(parameters, flat, self.replicas), []
 
             started = StartedSum(parameters, wait)
         for parameter in parameters:

@@ -74,7 +74,7 @@ class LocalGradients(GradientSum):
     def __init__(self, strategy: PieceStrategy, averages: AverageWeights) -> None:
         saves: SavesAverages = proxy(strategy, SavesAverages)
         saves.averages = averages
-        super().__init__(saves, world_size=1)
+        super().__init__(saves, replicas=1)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         return micro_batch.size / step_batch.num_local_samples

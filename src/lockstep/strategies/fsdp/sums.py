@@ -145,8 +145,8 @@ class ShardedGradientSum(GradientSum):
 
     strategy: Any
 
-    def __init__(self, strategy: FullySharded, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: FullySharded, replicas: int) -> None:
+        super().__init__(strategy, replicas)
         strategy.receive = self.receive
 
     def receive(self, parameters: Sequence[ShardedParameter], whole: Tensor, part: Tensor, group: Any) -> None:
@@ -180,15 +180,15 @@ class ShardedExactGradientSum(ExactGradientSum):
 
     strategy: Any
 
-    def __init__(self, strategy: FullySharded, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: FullySharded, replicas: int) -> None:
+        super().__init__(strategy, replicas)
         strategy.receive, strategy.exact = self.receive, True
 
     def receive(self, parameters: Sequence[ShardedParameter], whole: Tensor, part: Tensor, group: Any) -> None:
         """Add the gradients of a unit to the sum. `part`, which `fully_shard` adds up, gets nothing."""
         flats = None
         if self.strategy.counts:
-            rows = whole.view(self.world_size, -1)
+            rows = whole.view(self.replicas, -1)
             columns = rows.split([parameter.part_size for parameter in parameters], dim=1)
             flats = [each.reshape(-1) for each in columns]
         self.sum.add_parts(parameters, flats, group)
