@@ -1,4 +1,4 @@
-"""What is for GPUs, as far as a machine without one can show it: the benchmark, a day's trials, the engine."""
+"""What is for GPUs, as far as a machine without one can show it: the benchmark, and a day's trials."""
 
 import json
 import os
@@ -16,19 +16,15 @@ import gpu_probe
 import gpu_wheels
 import pytest
 import torch
-import torch.distributed as dist
 from bench import steps
 from bench.players import OPPONENTS
 from gpu_day import Day, Trial
 
-from lockstep.arithmetic.layout import Layout
 from lockstep.commands.api import compose
 from lockstep.config import check as config
 from lockstep.config.check import check
-from lockstep.config.rules import check_sizes
 from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.strategies import DDP
 
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
@@ -223,49 +219,3 @@ def test_wheels_are_collected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [command[5 if "pip" in command else 1] for command in ran] == ["download", "wheel", "rev-parse"]
     assert gpu_wheels.commit(tmp_path) == "abc"
     assert gpu_wheels.install(tmp_path) is False
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-
-def test_who_launches_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without NVML's help (MIG) torch touches it to count, and a process that has done so can't be forked."""
-    parent = os.getpid()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(machine.glob, "glob", lambda _: ["/dev/nvidia0"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3 if os.getpid() != parent else pytest.fail("touched"))
-    assert machine.gpu_count() == 3
-    machine.hide_gpu(1)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    machine.hide_gpu(0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
-
-
-def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
-    """torch has such layers for GPUs alone, and says so of the first that it meets."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for request in (False, True):
-            strategy: Any = DDP(sync_batchnorm=request).build(Layout("ddp", "cpu", 2, 1, 2, 2)).strategy
-            strategy.parallel_devices = [torch.device("cpu")]
-            strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
-            try:
-                strategy.configure_ddp()
-                report = ""
-            except ValueError as error:
-                report = str(error)
-            assert ("SyncBatchNorm layers only work with GPU modules" in report) == request
-    finally:
-        dist.destroy_process_group()
-
-
-def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpu_count", lambda: 8)
-    request = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
-    for tail in (0, 16, 31):
-        check_sizes(request.strategy, request.layout, 96 + tail)
-    with pytest.raises(UserError, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
-        check_sizes(request.strategy, request.layout, 96 + 11)
-    others = check(compose("devices=8", "pieces=16", "batch_size=32"))
-    check_sizes(others.strategy, others.layout, 96 + 11)

@@ -1,5 +1,6 @@
 """What a machine has."""
 
+import os
 import re
 from fnmatch import fnmatch
 
@@ -65,3 +66,20 @@ def test_how_gpus_were_looked_for_is_reported(
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
     pattern = message.replace("(", r"\(").replace(")", r"\)").replace("[0-9]*", r"\[0-9\]\*")
     assert re.fullmatch(pattern, machine.no_gpu_reason())
+
+
+@pytest.mark.usefixtures("processes")
+def test_who_launches_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML's help (MIG) torch touches it to count, and a process that has done so can't be forked."""
+    import torch
+
+    parent = os.getpid()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(machine.glob, "glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3 if os.getpid() != parent else pytest.fail("touched"))
+    assert machine.gpu_count() == 3
+    machine.hide_gpu(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    machine.hide_gpu(0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
