@@ -57,14 +57,18 @@ def evaluation_seed(seed: int, sample: int) -> int:
     return int(hash64(seed, 0xE7A1, sample) >> 1)
 
 
-def cuts(samples: int, pieces: int) -> list[int]:
-    """Cut `samples` neighbouring samples into `pieces` parts whose sizes differ by at most one.
+def border(samples: int, pieces: int, piece: int) -> int:
+    """Return where a part begins if `samples` neighbouring samples are cut into `pieces` parts.
 
-    Returns:
-        The `pieces + 1` borders. With fewer samples than pieces, the empty parts are spread out, so that few devices
-        get no sample.
+    The last part ends at the border of `piece=pieces`. The sizes differ by at most one. With fewer samples than pieces,
+    the empty parts are spread out, so that few devices get no sample.
     """
-    return [piece * samples // pieces for piece in range(pieces + 1)]
+    return piece * samples // pieces
+
+
+def cuts(samples: int, pieces: int) -> list[int]:
+    """Return the `pieces + 1` borders of all parts; see `border`."""
+    return [border(samples, pieces, piece) for piece in range(pieces + 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,7 @@ class DataOrder:
     def piece(self, epoch: int, index: int, piece: int) -> NDArray[np.int64]:
         """Return the part of `encoded_ids` of one piece of step `index`."""
         start, size = index * self.layout.batch_size, self.step_size(index)
-        first, stop = (start + each * size // self.layout.pieces for each in (piece, piece + 1))  # as `cuts`
+        first, stop = (start + border(size, self.layout.pieces, each) for each in (piece, piece + 1))
         return self.encoded_ids(epoch)[first:stop]
 
     def step_size(self, index: int) -> int:

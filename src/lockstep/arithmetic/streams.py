@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.arithmetic.order import DataOrder, cuts, hash64
+from lockstep.arithmetic.order import DataOrder, border, cuts, hash64
 
 Ids = NDArray[np.int64]
 
@@ -76,7 +76,7 @@ class StreamOrder(DataOrder):
         """Return the sample ids of a piece of step `index`. Only the windows that it reads are computed."""
         size, pieces = self.step_size(index), self.layout.pieces
         start = index * self._samples_per_step(piece)
-        stop = start + (piece + 1) * size // pieces - piece * size // pieces  # as `cuts`
+        stop = start + border(size, pieces, piece + 1) - border(size, pieces, piece)
         if start == stop:
             return np.empty(0, dtype=np.int64)
         ends = _stream(self, epoch, piece).ends
@@ -130,8 +130,8 @@ class StreamOrder(DataOrder):
 
     def _samples_per_step(self, piece: int) -> int:
         """Return the samples of a piece in a step that is not short."""
-        start, stop = (number * self.layout.batch_size // self.layout.pieces for number in (piece, piece + 1))
-        return stop - start
+        size, pieces = self.layout.batch_size, self.layout.pieces
+        return border(size, pieces, piece + 1) - border(size, pieces, piece)
 
     def _window(self, epoch: int, piece: int, number: int) -> Ids:
         """Return the samples of a window in the order in which its piece draws them."""
@@ -200,7 +200,7 @@ def _stream(order: StreamOrder, epoch: int, piece: int) -> Stream:
     shards, before = _row(order, epoch)
     layout, (full_steps, tail) = order.layout, divmod(order.samples, order.layout.batch_size)
     start, stop = (
-        full_steps * (number * layout.batch_size // layout.pieces) + number * tail // layout.pieces
+        full_steps * border(layout.batch_size, layout.pieces, number) + border(tail, layout.pieces, number)
         for number in (piece, piece + 1)
     )
     first = int(np.searchsorted(before, start, side="right")) - 1

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
@@ -13,7 +12,7 @@ from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, data_of, join
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.outputs import Outputs, others_of, outputs_of
-from lockstep.step.strategy import generators, seed_device
+from lockstep.step.strategy import generators_restored, seed_device
 from lockstep.text import plural
 
 # Hooks of modules and data modules that get the batch of a piece, in the order in which Lightning calls them.
@@ -106,10 +105,8 @@ class Step:
             UserError: the batches of the pieces can't be one.
         """
         micro_batches = sorted(self.batch.micro_batches, key=lambda each: each.piece)  # dp computes them in rounds
-        device_generators = generators(self.strategy.root_device)
-        states = [generator.get_state() for generator in device_generators]
         # Lightning's ThroughputMonitor asks in inference mode, and other hooks may need these tensors, too
-        with isolate_rng(include_cuda=False), torch.inference_mode(False):
+        with generators_restored(self.strategy.root_device), torch.inference_mode(False):
             if micro_batches:
                 parts = [self.prepared(each) for each in micro_batches]
             else:
@@ -122,8 +119,6 @@ class Step:
                     f"a hook uses the batch of a step, and the batches of its {plural(len(parts), 'piece')} can't be "
                     "put together: use batch.micro_batches, whose `batch` has the samples of a piece"
                 ) from None
-        for generator, state in zip(device_generators, states, strict=True):
-            generator.set_state(state)
         return batch
 
     def means(self) -> Outputs:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Action
@@ -29,6 +30,18 @@ def seed_device(seed: int, device: torch.device) -> None:
     """Seed the generators of a piece on `device`."""
     for generator in generators(device):
         generator.manual_seed(seed)
+
+
+@contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Return a context after which the global generators of Python, numpy and torch, and a device's, are as before."""
+    states = [(generator, generator.get_state()) for generator in generators(device)]
+    with isolate_rng(include_cuda=False):
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
 
 
 def seed_python_and_numpy(key: int) -> None:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.launch.failures import is_user_code
 from lockstep.step.buffers import copy_buffers, restore_buffers
-from lockstep.step.strategy import generators
+from lockstep.step.strategy import generators_restored
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), np.ndarray)
@@ -60,16 +59,13 @@ def without_traces(module: nn.Module, trainer: Any = None) -> Iterator["SavedAtt
 
     Nor do they log.
     """
-    device_generators = generators(trainer.strategy.root_device if trainer else torch.device("cpu"))
-    states = [generator.get_state() for generator in device_generators]
-    attributes = SavedAttributes(module)
-    with isolate_rng(include_cuda=False), _without_breakpoints(), trainer.without_logging() if trainer else ExitStack():
+    device = trainer.strategy.root_device if trainer else torch.device("cpu")
+    attributes, quiet = SavedAttributes(module), trainer.without_logging() if trainer else ExitStack()
+    with generators_restored(device), _without_breakpoints(), quiet:
         try:
             yield attributes
         finally:
             attributes.restore()
-            for generator, state in zip(device_generators, states, strict=True):
-                generator.set_state(state)
 
 
 @contextmanager
