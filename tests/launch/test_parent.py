@@ -28,6 +28,7 @@ from lockstep.config.instantiate import instantiate
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.job.supervisor import run_in_workers
 from lockstep.launch import logs, parent
+from lockstep.launch.environment import ends_survivors
 from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
@@ -156,7 +157,7 @@ def test_more_devices_than_workers_that_exist_are_refused(set_environment: Calla
         launch(print, layout=four)
 
 
-@pytest.mark.parametrize("restarts", ["max_restarts=2", "elastic=true", "survive=true"])
+@pytest.mark.parametrize("restarts", ["max_restarts=2", "elastic=true"])
 def test_workers_of_others_are_started_again_by_them(
     tmp_path: Path, set_environment: Callable[..., None], restarts: str
 ) -> None:
@@ -165,6 +166,31 @@ def test_workers_of_others_are_started_again_by_them(
     with pytest.raises(UserError, match=rf"^{restarts}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "theirs", "WORLD_SIZE": "2"}, ""),
+        ({"TORCHELASTIC_RUN_ID": "theirs", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "0"}, ""),
+        (
+            {"TORCHELASTIC_RUN_ID": "theirs", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
+            "torchrun would start a dead worker again, which the others do not wait for: leave out --max-restarts",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_enable_recovery": "1"}, ""),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "mpirun would end all ranks when one dies: give mpirun --enable-recovery, which Open MPI has",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ""),
+    ],
+)
+def test_an_engine_that_would_end_survivors_is_refused(
+    engine: dict[str, str], message: str, set_environment: Callable[..., None]
+) -> None:
+    set_environment(**engine)
+    assert ends_survivors() == message
 
 
 def test_the_programs_themselves_are_no_code_of_a_user() -> None:

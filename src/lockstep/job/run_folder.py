@@ -88,26 +88,7 @@ def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
         folder: the folder of a run or a sweep.
         writes: whether this process writes the folder; other processes take no lock.
     """
-    file, is_ours = folder / LOCK, False
-
-    def take() -> None:
-        nonlocal is_ours
-        if not lock.holds(file):
-            if holder := lock.take(file):
-                raise FolderBusy(f"{folder}: {holder} works in this folder: wait until it ends, or stop it")
-            is_ours = True
-
-    if external_workers():
-        refused = ""
-        try:
-            if environment().rank == 0:
-                take()
-        except UserError as refusal:
-            refused = str(refusal)
-        if refused := broadcast_from_rank_zero(refused):
-            raise FolderBusy(refused)
-    elif writes:
-        take()
+    is_ours = lock_on_rank_zero(folder) if external_workers() else writes and _lock(folder)
     try:
         yield
     except BaseException:
@@ -116,7 +97,31 @@ def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
         raise
     finally:
         if is_ours:
-            lock.release(file)
+            lock.release(folder / LOCK)
+
+
+def lock_on_rank_zero(folder: Path) -> bool:
+    """Lock a folder in the rank zero of an engine's workers. All must call this, and all raise its error.
+
+    Return whether this process has locked it now.
+    """
+    is_ours, refused = False, ""
+    try:
+        is_ours = environment().rank == 0 and _lock(folder)
+    except UserError as refusal:
+        refused = str(refusal)
+    if refused := broadcast_from_rank_zero(refused):
+        raise FolderBusy(refused)
+    return is_ours
+
+
+def _lock(folder: Path) -> bool:
+    """Lock a folder. Return False if this process has locked it before."""
+    if lock.holds(folder / LOCK):
+        return False
+    if holder := lock.take(folder / LOCK):
+        raise FolderBusy(f"{folder}: {holder} works in this folder: wait until it ends, or stop it")
+    return True
 
 
 # --- its removal ---

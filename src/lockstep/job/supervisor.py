@@ -13,7 +13,8 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import last_checkpoint_id
 from lockstep.config.check import Config
 from lockstep.errors import LostRank, UserError, WorkerFailed
-from lockstep.launch.environment import environment, external_workers
+from lockstep.job.run_folder import lock_on_rank_zero
+from lockstep.launch.environment import ends_survivors, environment, external_workers
 from lockstep.launch.failures import VICTIM_SECONDS, is_raised_by_all_ranks
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import launch
@@ -42,12 +43,14 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         UserError, WorkerFailed, Interrupted: see `launch`. summary.json then has the error.
     """
     settings = [f"max_restarts={config.max_restarts}"] * bool(config.max_restarts)
-    settings += ["elastic=true"] * config.elastic + ["survive=true"] * config.survive
+    settings += ["elastic=true"] * config.elastic
     if external_workers() and settings:
         raise UserError(
             f"{settings[0]}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun "
             "--max-restarts=3"
         )
+    if config.survive and (reason := ends_survivors()):
+        raise UserError(f"survive=true: {reason}")
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor emulates bf16, which takes up to seven times as long as "
@@ -102,16 +105,23 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
                 raise
 
 
-def _on(config: Config, devices: int) -> Config:
+def _on(config: Config, devices: int, num_nodes: int = 1) -> Config:
     """Return a config for another number of devices, with the same steps."""
-    if devices == config.layout.devices:
+    if (devices, num_nodes) == (config.layout.devices, config.layout.num_nodes):
         return config
-    return replace(config, layout=replace(config.layout, devices=devices, shares=()))  # shares are of the original ones
+    # shares are of the original ones
+    return replace(config, layout=replace(config.layout, devices=devices, num_nodes=num_nodes, shares=()))
 
 
-def _arguments(config: Config, splits: Any, folder: Path, devices: int) -> tuple[Config, Any, Path]:
-    """Return the arguments of the work for a number of workers. A function of the module, so that it is picklable."""
-    return _on(config, devices), splits, folder
+def _arguments(config: Config, splits: Any, folder: Path, workers: int) -> tuple[Config, Any, Path]:
+    """Return the arguments of the work in a new group of workers. A function of the module, so that it is picklable.
+
+    An engine's rank zero locks the folder, which another one may have done before.
+    """
+    if not environment().scratch:
+        lock_on_rank_zero(folder)
+    machines = environment().num_nodes
+    return _on(config, workers // machines, machines), splits, folder
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:

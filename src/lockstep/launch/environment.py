@@ -237,6 +237,21 @@ def external_workers() -> int:
     return environment().external_workers
 
 
+def ends_survivors() -> str:
+    """Return why the engine of this worker would end or restart the others when one dies, and what to give instead.
+
+    Empty: it leaves them alone, as far as its variables tell.
+    """
+    variables, launcher = os.environ, environment().launcher
+    if launcher == "torchrun" and variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        return "torchrun would start a dead worker again, which the others do not wait for: leave out --max-restarts"
+    if launcher == "mpi" and variables.get("OMPI_MCA_orte_enable_recovery") not in ("1", "true"):
+        return "mpirun would end all ranks when one dies: give mpirun --enable-recovery, which Open MPI has"
+    if launcher == "group":
+        return "the process group is of another program, and can't be made anew: leave it out"
+    return ""
+
+
 def devices_of_engine(chosen: Mapping[str, Any]) -> dict[str, int]:
     """Return `devices`, of one machine, and `num_nodes` for which an engine has started this worker and the others.
 

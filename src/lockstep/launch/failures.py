@@ -43,7 +43,7 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     if is_lost_rank(error):
         if _is_timeout(error):
             where = _waiting_place(rank)
-            return LostRank(_missing_ranks_message([], hang_timeout, where), rank, steps, True, bool(where))
+            return LostRank(missing_ranks_message([], hang_timeout, where), rank, steps, True, bool(where))
         time.sleep(VICTIM_SECONDS)
         return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
     if isinstance(error, WorkerFailed):
@@ -99,7 +99,7 @@ def lost_rank_failure(error: BaseException, hang_timeout: float) -> LostRank:
     search.join(2 * STORE_SECONDS)
     # If the search does not end, the store does not answer: rank zero, which serves it, is the missing rank.
     ranks, where = sorted(missing[0] if missing else {0}), _waiting_place(environment().rank)
-    return LostRank(_missing_ranks_message(ranks, hang_timeout, where), timed_out=True)
+    return LostRank(missing_ranks_message(ranks, hang_timeout, where), timed_out=True)
 
 
 def _find_missing_ranks() -> set[int]:
@@ -131,7 +131,7 @@ def _waiting_place(rank: int) -> str:
     return place and f"rank {rank} waited at {place}all ranks must get there, and none may hang or be stopped"
 
 
-def _missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
+def missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
     """Return a line that names the ranks that hang; `where` is what is known of the place."""
     who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
     cause = where or "it hangs or is stopped, or its network connection is cut"
@@ -186,8 +186,12 @@ def _print_in_one_line(kind: type[BaseException], error: BaseException, trace: T
 
 @contextmanager
 def stack_on_demand(rank: int) -> Iterator[None]:
-    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file. `end_hanging_worker` reads it."""
-    with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
+    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file. `end_hanging_worker` reads it.
+
+    In a worker of an engine nobody does.
+    """
+    scratch = environment().scratch
+    with open(Path(scratch, f"stack_{rank}") if scratch else os.devnull, "w") as file:
         faulthandler.register(signal.SIGQUIT, file)
         try:
             yield
@@ -221,7 +225,7 @@ def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: floa
     if re.search(r'dataloader\.py", line \d+ in (_try_get_data|_shutdown_workers)\b', stack):
         location = "waiting for a loader process, which hangs in the data set, or in fork, as Python before 3.11.10 may"
     where = location and f"it was {location}; its stack is in {short_path(Path(scratch, f'log_{rank}').resolve())}"
-    return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank, steps)
+    return WorkerFailed(missing_ranks_message([rank], hang_timeout, where), rank, steps)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -32,12 +32,12 @@ from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch import breakpoints
 from lockstep.launch.environment import LAUNCHER_VARIABLE, SCRATCH, environment, export, external_workers
 from lockstep.launch.failures import (
-    end_hanging_worker,
     failure_of_worker,
     is_lost_rank,
     lost_rank_failure,
     stack_on_demand,
 )
+from lockstep.launch.keeper import call_with_keeper
 from lockstep.launch.logs import log_failure
 from lockstep.launch.process_lifetime import freeze_imports, refuse_daemon, scratch_folder
 from lockstep.launch.rendezvous import LOOPBACK, join_external, join_group, leave_group, open_store_socket
@@ -83,7 +83,7 @@ def launch(
     """
     freeze_imports()
     if external_workers():
-        return _run_in_external_worker(work, args, layout, hang_timeout)
+        return _run_in_external_worker(work, args, layout, hang_timeout, survival)
     refuse_daemon("Lockstep", "start it in another one")
     context: Any = multiprocessing.get_context(start_method())
     workers: list[Worker] = []
@@ -100,7 +100,7 @@ def launch(
             if orders is not None:
                 orders.close()
             uses_nccl = layout.has_process_group and layout.accelerator == "gpu"
-            workers.append(Worker(group.rank, process, receiver, uses_nccl, announcements))
+            workers.append(Worker(group.rank, process, receiver, uses_nccl, announcements, group.number))
             return workers[-1]
 
         try:
@@ -125,7 +125,7 @@ def launch(
 
 
 def _run_in_external_worker(
-    work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
+    work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float, survival: Survival | None
 ) -> Any:
     """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
     import torch.distributed as dist
@@ -143,6 +143,8 @@ def _run_in_external_worker(
         set_group_timeout(timedelta(seconds=hang_timeout))
     try:
         with log_failure():
+            if survival and survival.arguments:
+                return call_with_keeper(work, survival.arguments, hang_timeout)
             return work(*args)
     except Exception as error:
         if is_lost_rank(error):
@@ -164,15 +166,14 @@ def _result(workers: Sequence[Worker], received: Sequence[int], hang_timeout: fl
     if error is None:
         return decisive.result
     # SIGTERM kills a worker that has nothing to save.
-    killed_by_sigterm = decisive.died and decisive.process.exitcode == -signal.SIGTERM
-    if killed_by_sigterm or (received and isinstance(error, Interrupted | LostRank)):
+    if decisive.ended_by_sigterm() or (received and isinstance(error, Interrupted | LostRank)):
         raise Interrupted(received[0] if received else signal.SIGTERM)
     if received and isinstance(error, WorkerFailed):  # the checkpoint may not be saved: the disk was full, say
         error.may_restart = False
     if isinstance(error, LostRank) and error.timed_out:
         wait_for_answers(workers, ANSWER_SECONDS)
         if hanging := [each for each in workers if not each.answered]:
-            raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout, error.steps)
+            raise hanging[0].end_hanging(scratch, hang_timeout, error.steps)
         lost = [each.error for each in workers if isinstance(each.error, LostRank)]
         error = next((each for each in lost if each.in_user_code), error)
     raise error

@@ -26,6 +26,7 @@ STORE_TIMEOUT = timedelta(seconds=2)  # of one attempt to reach the store of suc
 JOIN_TIMEOUT = timedelta(minutes=10)  # until all workers that torchrun, SLURM or MPI has started have joined
 _group_store: "Store | None" = None  # torch has no public getter
 _group_timeout = JOIN_TIMEOUT  # likewise
+_agent_store: "Store | None" = None  # of torchrun's agents
 
 
 def open_store_socket() -> socket.socket:
@@ -68,35 +69,44 @@ def join_group(gpu: bool, listener: socket.socket, timeout: float) -> None:
     _init_process_group(gpu, store, wait)
 
 
-def serve_new_store() -> "TCPStore":
-    """Return a new store for a group of one machine's workers; its rank zero calls this. Its `port` is a free one."""
-    return _serve_store(bind_socket(LOOPBACK), CONNECT_TIMEOUT)
+def serve_new_store(address: str) -> "TCPStore":
+    """Return a new store for a group of workers; its rank zero calls this. Its `port` is a free one.
+
+    Args:
+        address: this machine's own.
+    """
+    return _serve_store(bind_socket(address), CONNECT_TIMEOUT)
 
 
-def connect_new_store(port: int) -> "TCPStore":
-    """Return the store that rank zero serves on this machine for a new group.
+def connect_new_store(address: str, port: int) -> "TCPStore":
+    """Return the store that rank zero serves for a new group.
 
     Raises:
         OSError, RuntimeError: rank zero has died, or does not answer within STORE_TIMEOUT.
     """
     from torch.distributed import TCPStore
 
-    socket.create_connection((LOOPBACK, port)).close()  # if nobody listens, torch would try again and again
-    store = TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    # if nobody listens, torch would try again and again
+    socket.create_connection((address, port), STORE_TIMEOUT.total_seconds()).close()
+    store = TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
     store.set_timeout(CONNECT_TIMEOUT)
     return store
 
 
-def join_new_group(store: "Store", timeout: float) -> None:
+def join_new_group(store: "TCPStore", address: str, timeout: float) -> None:
     """Start the default process group in a worker whose run survives the loss of workers. All are about to call this.
 
     Args:
         store: from `serve_new_store` on rank zero, from `connect_new_store` on the others.
+        address: where rank zero serves it.
         timeout: seconds that a collective waits for all ranks to join; then it fails.
     """
     from lockstep.launch.torch_versions import set_group_timeout
 
-    _use_interface(LOOPBACK)
+    _use_interface(address)
+    export(LOCAL_WORLD_SIZE="0")  # the engine's number is that of its first workers: count those that are left
+    os.environ.pop("GROUP_RANK", None)
+    _exchange_hosts(store, address, store.port)
     _init_process_group(False, store, CONNECT_TIMEOUT)
     set_group_timeout(timedelta(seconds=timeout))
 
@@ -140,9 +150,7 @@ def join_external(timeout: timedelta | None = None) -> None:
     else:
         port = _wait_for_store_port(agent_store, address) if agent_store else port
         store = TCPStore(address, port, world, timeout=JOIN_TIMEOUT, wait_for_workers=False)
-    store.set(f"host/{here.rank}", platform.node())
-    hosts = [store.get(f"host/{rank}").decode() for rank in range(world)]
-    _export_rank_variables(hosts, address, port)
+    _exchange_hosts(store, address, port)
     gpu = torch.cuda.is_available()
     if gpu and environment().local_rank < torch.cuda.device_count():  # a rank without a GPU is refused later
         torch.cuda.set_device(environment().local_rank)
@@ -179,6 +187,14 @@ def _serve_store(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     return TCPStore(
         address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def _exchange_hosts(store: "Store", address: str, port: int) -> None:
+    """Set torchrun's variables in a worker, when all workers of its group have called this."""
+    here = environment()
+    store.set(f"host/{here.rank}", platform.node())
+    hosts = [store.get(f"host/{rank}").decode() for rank in range(here.world_size)]
+    _export_rank_variables(hosts, address, port)
 
 
 def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> None:
@@ -262,11 +278,17 @@ def _connect_to_agent_store() -> "Store | None":
     """
     from torch.distributed import PrefixStore, TCPStore
 
+    global _agent_store
     here = environment()
     if not here.agent_store:
         return None
-    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOIN_TIMEOUT)
-    return PrefixStore(f"lockstep/{here.run_id}", store)
+    _agent_store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOIN_TIMEOUT)
+    return PrefixStore(f"lockstep/{here.run_id}", _agent_store)
+
+
+def agent_store() -> "Store | None":
+    """Return the store of torchrun's agents, without a prefix; None: there is none, or it can't be reached."""
+    return _agent_store
 
 
 def leave_group() -> None:

@@ -1,9 +1,8 @@
-"""The parent of a run that survives the loss of workers: it announces a new group to those that are left.
+"""Who watches the workers of a run that survives their loss: it announces a new group to those that are left.
 
-See launch/survivor.py for what they do then.
+Our own parent does so, or a keeper (launch/keeper.py). See launch/survivor.py for what the workers do then.
 """
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import LostRank
-from lockstep.launch.failures import end_hanging_worker
 from lockstep.launch.signals import block_signals
 from lockstep.launch.survivor import Group
 from lockstep.launch.workers import ANSWER_SECONDS, Worker, wait_for_answers
@@ -22,12 +20,12 @@ class Survival:
     """How a run survives the loss of workers; see launch/survival.py.
 
     Attributes:
-        arguments: returns the arguments of the work for a number of workers.
+        arguments: returns the arguments of the work for a number of workers, in a worker; None: not in this process.
         replacements: how many more lost workers are replaced by new ones. After that the run goes on with fewer.
         group: the number of the newest group of workers.
     """
 
-    arguments: Callable[[int], tuple[Any, ...]]
+    arguments: Callable[[int], tuple[Any, ...]] | None = None
     replacements: int = 0
     group: int = 0
 
@@ -35,7 +33,7 @@ class Survival:
 def survive(
     workers: Sequence[Worker],
     survival: Survival,
-    start: Callable[[Group], Worker],
+    start: Callable[[Group], Worker] | None,
     received: Sequence[int],
     hang_timeout: float,
     scratch: str,
@@ -45,7 +43,7 @@ def survive(
     Args:
         workers: those that have been started.
         survival: see `launch`.
-        start: starts a worker.
+        start: starts a worker; None: nobody can.
         received: the ending signals that the parent has received.
         hang_timeout: see `launch`.
         scratch: the run's folder for temporary files.
@@ -56,9 +54,9 @@ def survive(
     members, devices = list(workers), len(workers)
     while True:
         wait_for_answers(members)
-        for each in members:
-            if isinstance(each.error, LostRank) and each.error.group < survival.group:  # it has got a new group since
-                each.answered, each.error = False, None
+        if all(each.arrival for each in members):
+            _let_join(members)
+            continue
         if done := [each for each in members if each.answered and each.error is None]:
             wait_for_answers(members, ANSWER_SECONDS)  # all of them have the result
             return done
@@ -68,7 +66,7 @@ def survive(
         left = [each for each in members if not each.died]
         # of its own, or a signal's
         ended = any(each.answered and not isinstance(each.error, LostRank) for each in left)
-        stopped = received or any(each.died and each.process.exitcode == -signal.SIGTERM for each in members)
+        stopped = received or any(each.ended_by_sigterm() for each in members)
         lost = any(isinstance(each.error, LostRank) for each in left)
         if ended or stopped or not left or (lost and len(left) == len(members)):  # or nobody knows who is lost
             return members
@@ -76,7 +74,9 @@ def survive(
             members = _next_group(left, len(dead), survival, start)
             for each in dead:
                 note = f"continuing with {len(members)} of {devices} workers"
-                print(f"{each.error}; {note}, {survival.replacements} restarts left", file=sys.stderr)
+                note += f", {survival.replacements} restarts left" * (start is not None)
+                with suppress(OSError):  # nobody reads it any more
+                    print(f"{each.error}; {note}", file=sys.stderr, flush=True)
 
 
 def _end_hanging(members: Sequence[Worker], hang_timeout: float, scratch: str) -> None:
@@ -89,12 +89,25 @@ def _end_hanging(members: Sequence[Worker], hang_timeout: float, scratch: str) -
         return
     for each in members:
         if not each.answered:
-            each.error = end_hanging_worker(each.process, each.rank, scratch, hang_timeout, waited[0].steps)
+            each.error = each.end_hanging(scratch, hang_timeout, waited[0].steps)
             each.answered = each.died = True
 
 
+def _let_join(members: Sequence[Worker]) -> None:
+    """Announce where rank zero's store is to the workers of a group, which all have come."""
+    store = next(each.arrival.store for each in members if each.arrival and each.arrival.store)
+    for each in members:
+        _announce(each, Group(each.group, each.rank, len(members), store))
+
+
+def _announce(worker: Worker, group: Group) -> None:
+    worker.rank, worker.group, worker.arrival = group.rank, group.number, None
+    with suppress(OSError):  # it has died in the meantime
+        worker.announcements.send(group)
+
+
 def _next_group(
-    left: Sequence[Worker], dead: int, survival: Survival, start: Callable[[Group], Worker]
+    left: Sequence[Worker], dead: int, survival: Survival, start: Callable[[Group], Worker] | None
 ) -> list[Worker]:
     """Announce a new group to the workers that are left, with new ones for lost ones. Return its workers.
 
@@ -102,14 +115,15 @@ def _next_group(
         left: those that are alive.
         dead: the number of lost ones.
         survival: see `launch`.
-        start: starts a worker.
+        start: starts a worker; None: nobody can.
     """
     survival.group += 1
-    replaced = min(dead, survival.replacements)
+    replaced = min(dead, survival.replacements) if start else 0
     world_size, members = len(left) + replaced, list(left)
     try:
         with block_signals():
             for rank in range(len(left), world_size):
+                assert start
                 members.append(start(Group(survival.group, rank, world_size)))
                 survival.replacements -= 1
     except OSError as error:
@@ -117,7 +131,6 @@ def _next_group(
         survival.replacements = 0
         return _next_group(members, 0, survival, start)
     for rank, worker in enumerate(left):
-        worker.rank, worker.answered, worker.error = rank, False, None
-        with suppress(OSError):  # it has died in the meantime
-            worker.announcements.send(Group(survival.group, rank, world_size))
+        worker.answered, worker.error = False, None
+        _announce(worker, Group(survival.group, rank, world_size))
     return members

@@ -23,6 +23,19 @@ def forget_failed_group() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def end_wait_for_lost_agents(store: dist.Store, run_id: str, lost: int) -> None:
+    """Let torchrun's agents end without so many others, which are lost. Otherwise they wait for those for 300 s.
+
+    Args:
+        store: of the agents, which have a static rendezvous. That of c10d can't be reached.
+        run_id: their `--rdzv-id`.
+    """
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+    from torch.distributed.elastic.utils.store import _NUM_MEMBERS
+
+    dist.PrefixStore(run_id, store).add(_TERMINAL_STATE_SYNC_ID + _NUM_MEMBERS, lost)
+
+
 def compile_network(network: nn.Module, **options: Any) -> None:
     """Compile a network in place.
 
