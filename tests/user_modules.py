@@ -556,11 +556,6 @@ class Keeps(ImageClassifier):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
 
-class Twice(LitDigits):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
-
-
 class Spare(LitDigits):
     def extend(self):
         self.spare = nn.Linear(CLASSES, CLASSES)

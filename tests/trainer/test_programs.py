@@ -16,8 +16,6 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
@@ -61,41 +59,6 @@ def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = fit(tmp_path / "plain", exact=True, pieces=2, max_epochs=1)
     assert fit(tmp_path, exact=True, pieces=2, max_epochs=1, **options) == expected
-
-
-class WithMethods(DDPStrategy):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"devices": [1], "accelerator": "auto"}, "use devices=1 in an environment with CUDA_VISIBLE_DEVICES=1"),
-        ({"devices": "0,2", "accelerator": "auto"}, "use devices=2 in an environment with CUDA_VISIBLE_DEVICES=0,2"),
-        ({"devices": ["a"]}, "must be a number of devices, or a list of their indices"),
-        ({"devices": []}, "must be a number of devices, or a list of their indices"),
-        ({"devices": "0,1"}, "this process is alone: call lockstep.launch(function, devices=2)"),
-        ({"strategy": DDPStrategy(start_method="spawn")}, "a DDPStrategy with start_method=spawn) can't be used"),
-        ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "a DDPStrategy with ddp_comm_hook) can't be used"),
-        ({"strategy": SingleDeviceStrategy("cpu", checkpoint_io=TorchCheckpointIO())}, "with checkpoint_io) can't be"),
-        ({"strategy": DDPStrategy(cluster_environment=LightningEnvironment())}, "with cluster_environment) can't be"),
-        ({"strategy": DDPStrategy(process_group_backend="mpi")}, "with process_group_backend=mpi) can't be used"),
-        ({"strategy": SingleDeviceStrategy("cuda:1"), "accelerator": "auto"}, "with CUDA_VISIBLE_DEVICES=1"),
-        ({"strategy": SingleDeviceStrategy("cuda:1")}, "Trainer(accelerator='cpu') has a strategy on cuda:1: leave"),
-        ({"strategy": SingleDeviceStrategy("mps"), "accelerator": "auto"}, "Trainer(accelerator='mps'): must be one"),
-        ({"callbacks": {"class_path": "Timer"}}, "callbacks: a dict is no lightning.pytorch.Callback: give an object"),
-        ({"callbacks": [Timer]}, "callbacks: a type is no lightning.pytorch.Callback: give an object"),
-        ({"strategy": WithMethods()}, "a WithMethods with methods of its own) can't be used"),
-        ({"strategy": "deepspeed"}, "must be 'auto', 'ddp'"),
-        ({"callbacks": [pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})]}, "pytorch_lightning, and"),
-        ({"callbacks": pytorch_lightning.callbacks.EarlyStopping("val_loss")}, "is of the package pytorch_lightning"),
-    ],
-)
-def test_arguments_that_can_not_be_are_refused_in_one_line(tmp_path: Path, options: Any, line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        trainer(tmp_path, **options)
-    assert line in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 class OfOtherPackage(pytorch_lightning.LightningModule):
