@@ -20,7 +20,7 @@ from trainer.small import BATCH, Net, loader, trainer
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.data.digest import digest_of
+from lockstep.data.datasets import digest_of
 from lockstep.errors import UserError
 from lockstep.trainer import lock, run_folder
 

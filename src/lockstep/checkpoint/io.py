@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint import foreign_files, paths
-from lockstep.checkpoint.hyperparameters import left_out, with_plain_hyperparameters
 from lockstep.checkpoint.parts import (
     FOLDER,
     INDEX,
@@ -36,6 +35,7 @@ from lockstep.checkpoint.parts import (
     tensors_in,
     without_data,
 )
+from lockstep.checkpoint.plain import code_in, with_plain_hyperparameters
 from lockstep.checkpoint.record import check_format
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
@@ -61,7 +61,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             torch.save(checkpoint, file)
         except RuntimeError as error:  # torch's zip writer hides the OSError in an assertion
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-        if code := _code(file.name):
+        if code := code_in(file.name):
             raise CheckpointError(
                 f"{path}: not saved, because loading it would run code ({code}): save plain data and tensors only"
             )
@@ -89,7 +89,7 @@ def fault(path: Path, checksums: bool = True) -> str:
     """
     if wrong := damage(path, checksums):
         return wrong
-    code = _code(path)
+    code = code_in(path)
     return f"refused, because it holds code, not only data: {code}" if code else ""
 
 
@@ -111,14 +111,6 @@ def damage(path: Path, checksums: bool = True) -> str:
     except Exception:  # damage can lead to struct.error, zlib.error, RuntimeError and others
         whole = False
     return "" if whole else "the file is damaged: its checksums do not match"
-
-
-def _code(path: str | Path | IO[bytes]) -> str:
-    """Return the functions and classes in a checkpoint's pickle that plain data does not need. Nothing is executed."""
-    try:
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-    except Exception:
-        return ""  # torch can't read the pickle: `torch.load` will raise an error
 
 
 def load(
@@ -306,24 +298,6 @@ def load_plain(source: Path | IO[bytes], path: Path, foreign: Sequence[str] = ()
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
 
 
-def is_plain(value: Any) -> bool:
-    """Check whether a value holds only plain data and tensors, so that `save` accepts it."""
-    if isinstance(value, nn.Module):  # never plain; this skips a slow pickle
-        return False
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-    except Exception:  # pickling an arbitrary object can fail in any way
-        return False
-    buffer.seek(0)
-    return not _code(buffer)
-
-
-def not_plain(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the hyperparameters that a checkpoint leaves out."""
-    return left_out(values, is_plain)
-
-
 def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
     """Copy the tensors of a nested container to the CPU.
 
@@ -441,7 +415,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return a copy of what is saved of a checkpoint, and a function that waits for it; see `copied_to_cpu`."""
-        checkpoint = with_plain_hyperparameters(checkpoint, is_plain)
+        checkpoint = with_plain_hyperparameters(checkpoint)
         copy, wait = copied_to_cpu(checkpoint)
         if (metadata := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = metadata  # versions of layers, which some torchvision layers read

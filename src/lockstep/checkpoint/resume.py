@@ -69,34 +69,23 @@ def _resolve_run(arguments: Arguments) -> Arguments:
         folder = Path("${outputs}", paths.place_in_outputs(folder))
     merged = {key(override): override for override in saved}
     _drop_length(merged, new_overrides)
-    for group in LIST_GROUPS:
-        _drop_options(merged, group, new_overrides)
-    _drop_foreign_options(merged, "strategy", new_overrides)
+    _drop_options(merged, new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return replace(arguments, overrides=tuple(merged.values()))
 
 
-def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
-    """Remove the saved options of choices that new overrides drop, such as `extras.x.y=1` if `extras=none` is given."""
-    chosen = [override for override in new_overrides if key(override) == group]
-    if not chosen:
-        return
-    names = chosen[-1].partition("=")[2].strip("[]").split(",")
-    for name in set(options(group)) - {name.strip() for name in names}:
-        for option in [each for each in saved if each.startswith(f"{group}.{name}.")]:
+def _drop_options(saved: dict[str, str], new_overrides: Sequence[str]) -> None:
+    """Remove the saved options that newly chosen pages lack: `strategy.reshard=true` if `strategy=ddp` is given."""
+    for group, chosen in {key(each): each.partition("=")[2] for each in new_overrides}.items():
+        names = {each: each.split(".")[1] for each in saved if each.startswith(f"{group}.")}
+        lacking: set[str] = set()
+        if group in LIST_GROUPS:  # `extras=none` drops `extras.x.y=1`
+            lacking = set(options(group)) - {name.strip() for name in chosen.strip("[]").split(",")}
+        elif group == "strategy" and chosen in options(group):
+            lacking = set(names.values()) - group_file(group, chosen).keys()
+        for option in [option for option, name in names.items() if name in lacking]:
             del saved[option]
-
-
-def _drop_foreign_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
-    """Remove the saved options of a group that its newly chosen page does not have, such as `strategy.reshard=true`."""
-    chosen = [override.partition("=")[2] for override in new_overrides if key(override) == group]
-    if not chosen or chosen[-1] not in options(group):
-        return
-    page = group_file(group, chosen[-1])
-    for name in [each for each in saved if each.startswith(f"{group}.")]:
-        if name.split(".")[1] not in page:
-            del saved[name]
 
 
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:

@@ -17,8 +17,7 @@ from torch import nn
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.checkpoint.hyperparameters import MODULE
-from lockstep.checkpoint.io import is_plain
+from lockstep.checkpoint.plain import MODULE, is_plain
 from lockstep.errors import UserError
 from lockstep.lightning.hooks import overrides_method
 from lockstep.step.trial import without_traces

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.arithmetic.exact_sum import dense
-from lockstep.checkpoint.io import is_plain
+from lockstep.checkpoint.plain import is_plain
 from lockstep.config.check import Config
 from lockstep.config.instantiate import LATER, call, defaults, instantiate, locate, parameters
 from lockstep.config.metrics import modes_with_model, with_mode

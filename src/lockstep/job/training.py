@@ -23,7 +23,7 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed, Preemption
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.fits import compared_weights
-from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.plain import not_plain
 from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.snapshots import Snapshots, load_snapshot

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.plain import not_plain
 from lockstep.config.check import Config
 from lockstep.data import Spec, Splits, StepData
 from lockstep.data.datasets import fetch

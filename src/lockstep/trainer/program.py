@@ -25,11 +25,11 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.fits import COUNTED_BY, check_fits, check_record, compared_weights
 from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.checkpoint.plain import not_plain
 from lockstep.checkpoint.record import make_record
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import rules
-from lockstep.data.datasets import content_of, fingerprint
-from lockstep.data.digest import digest_of
+from lockstep.data.datasets import content_of, digest_of, fingerprint
 from lockstep.data.samplers import SamplerCheck
 from lockstep.data.step_data import StepData
 from lockstep.data.user_data import user_splits
@@ -479,7 +479,7 @@ class ProgramRun(Run):
     def _note_left_out(self, *made: Any) -> None:
         """Say which hyperparameters checkpoints lack, without which Lightning would make another module or data."""
         for each in made:
-            if names := checkpoint_io.not_plain(each.hparams):
+            if names := not_plain(each.hparams):
                 kind = type(each).__name__
                 rank_zero_warn(
                     f"hyperparameters {join_names(names)} of {kind} are no plain data, so checkpoints leave them out: "

@@ -1,16 +1,19 @@
-"""What a checkpoint has of the hyperparameters of a module and its data module: plain data, from which they are made.
+"""What a checkpoint may have: plain data and tensors; of hyperparameters the plain data from which a module is made.
 
-Lightning's `load_from_checkpoint` makes a module from them. What would make another module is left out: the argument
-must then be given, and a line says so.
+Lightning's `load_from_checkpoint` makes a module from its hyperparameters. What would make another module is left out:
+the argument must then be given, and a line says so.
 """
 
+import io
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePath
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
+from torch import nn
 
 MODULE, DATA = pl.LightningModule, pl.LightningDataModule
 KEYS = (MODULE.CHECKPOINT_HYPER_PARAMS_KEY, DATA.CHECKPOINT_HYPER_PARAMS_KEY)
@@ -22,32 +25,48 @@ class NotPlain(Exception):
     """A value is no plain data, and none is equal to it."""
 
 
-def saved_hyperparameters(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the hyperparameters that a checkpoint has, as plain data.
+def code_in(file: str | Path | IO[bytes]) -> str:
+    """Return the functions and classes in a checkpoint's pickle that plain data does not need. Nothing is executed."""
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+    except Exception:
+        return ""  # torch can't read the pickle: `torch.load` will raise an error
 
-    Args:
-        values: those of a module or of a data module.
-        is_plain: whether a value of another kind than those here can be saved.
-    """
+
+def is_plain(value: Any) -> bool:
+    """Check whether a value holds only plain data and tensors, so that it can be saved."""
+    if isinstance(value, nn.Module):  # never plain; this skips a slow pickle
+        return False
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # pickling an arbitrary object can fail in any way
+        return False
+    buffer.seek(0)
+    return not code_in(buffer)
+
+
+def saved_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a module or a data module that a checkpoint has, as plain data."""
     saved = {}
     for name in values:
         try:
-            saved[name] = _plain(_item(values, name), is_plain)
+            saved[name] = _plain(_item(values, name))
         except (NotPlain, RecursionError):
             continue
     return saved
 
 
-def left_out(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> list[str]:
+def not_plain(values: Mapping[str, Any]) -> list[str]:
     """Return the names of the hyperparameters that a checkpoint leaves out."""
-    saved = saved_hyperparameters(values, is_plain)
+    saved = saved_hyperparameters(values)
     return [name for name in values if name not in saved]
 
 
-def with_plain_hyperparameters(checkpoint: dict[str, Any], is_plain: Callable[[Any], bool]) -> dict[str, Any]:
+def with_plain_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint whose hyperparameters are plain data."""
     changed: dict[str, Any] = {
-        key: saved_hyperparameters(checkpoint[key], is_plain)
+        key: saved_hyperparameters(checkpoint[key])
         for key in KEYS
         if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]
     }
@@ -62,7 +81,7 @@ def _item(values: Mapping[str, Any], name: str) -> Any:
         raise NotPlain from error
 
 
-def _plain(value: Any, is_plain: Callable[[Any], bool]) -> Any:
+def _plain(value: Any) -> Any:
     """Return plain data that a module can be made from as from a value.
 
     Raises:
@@ -70,17 +89,17 @@ def _plain(value: Any, is_plain: Callable[[Any], bool]) -> Any:
     """
 
     def all_of(parts: Iterable[Any]) -> list[Any]:
-        return [_plain(part, is_plain) for part in parts]
+        return [_plain(part) for part in parts]
 
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, np.generic):
-        return _plain(value.item(), is_plain)
+        return _plain(value.item())
     if isinstance(value, PurePath):
         return str(value)
     if (omegaconf := sys.modules.get("omegaconf")) and isinstance(value, omegaconf.Container):
         try:
-            return _plain(omegaconf.OmegaConf.to_container(value, resolve=True), is_plain)
+            return _plain(omegaconf.OmegaConf.to_container(value, resolve=True))
         except omegaconf.errors.OmegaConfBaseException as error:
             raise NotPlain from error
     if isinstance(value, dict):
