@@ -122,6 +122,10 @@ class ParameterNameCheck(pl.Callback):
         self._built = {name: weakref.ref(each) for name, each in module.named_parameters()}
         self._first_step = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of a Trainer needs, whose next fit makes another check: references can't be pickled."""
+        return {**vars(self), "_built": {}}
+
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, ModelPruning):  # it renames parameters at the end of the first epoch
