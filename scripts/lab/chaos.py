@@ -23,6 +23,7 @@ new group. Each run must end as on one device. With --death-storm one dies every
 costs beside max_restarts:
 
     python scripts/lab/chaos.py --deaths 100 --seed 3
+    python scripts/lab/chaos.py --deaths 20 --engine
     python scripts/lab/chaos.py --deaths 6 --death-storm 15
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
-from campaigns.deaths import CALM, DROPOUT, JOBS, PIECE_SECONDS, Deaths, DeathStorm
+from campaigns.deaths import CALM, DROPOUT, JOBS, PIECE_SECONDS, Deaths, DeathStorm, EngineDeaths
 from campaigns.goodput import draw
 from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the storms")
     parser.add_argument("--cuts", type=int, default=0, help="cut the network of two exact runs so often")
     parser.add_argument("--deaths", type=int, default=0, help="kill so many workers of runs with survive=true")
+    parser.add_argument("--engine", action="store_true", help="... whose workers no parent has started (env://)")
     parser.add_argument("--death-storm", type=float, metavar="S", help="... one every S seconds, and measure")
     parser.add_argument("--control", action="store_true", help="make a run go on otherwise: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
@@ -121,7 +123,7 @@ def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: lis
             return [DeathStorm(chosen.deaths, every, "storm", job, work / "storm", rng, chosen.control)]
         jobs = {name: more for name, more in JOBS.items() if "bf16" not in name or computes_bf16("cpu")}
         return [
-            Deaths(
+            (EngineDeaths if chosen.engine else Deaths)(
                 len(range(number, chosen.deaths, len(jobs))),
                 *(name, one_each([*job, *more, *chosen.overrides]), work / f"deaths_{number}", rng, chosen.control),
             )

@@ -5,15 +5,18 @@ two runs whose workers die by the clock, with `survive=true` and without, to mea
 """
 
 import json
+import os
 import signal
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from campaigns.campaign import HOUR, Campaign
+from campaigns.campaign import END_SECONDS, HOUR, Campaign
 from campaigns.processes import Process
 from lightning.pytorch import Callback
+
+from lockstep.launch.rendezvous import LOOPBACK, bind_socket
 
 KILLED, STOPPED = "SIGKILL", "SIGSTOP"
 CONTROL = ("+callbacks.control._target_=campaigns.deaths.WithoutSamples",)
@@ -125,6 +128,65 @@ class Deaths(Campaign):
                 self.check_end(folders[0], process)
             as_it_was = "as" if len(self.problems) == before else "NOT as"
             self.print_line(f"{devices} workers", *struck, f"ends with {process.code}, {as_it_was} the undisturbed run")
+
+
+class EngineDeaths(Deaths):
+    """The same in workers that no parent of ours has started: each is a program with variables as of an engine.
+
+    They die from the moment at which the first of them writes its log, which is after they have met, or has saved.
+    """
+
+    claim = "all ended bitwise equal in the workers that were left, nothing was left behind"
+
+    def _run(self, home: Path) -> None:
+        rng = self.rng
+        count = rng.choice((2, 3, 4))
+        left = min(count - 1, self.deaths - len(self.struck))
+        job = [*self.job, f"outputs={home}", "strategy=ddp", "survive=true", f"num_workers={rng.choice((0, 0, 1))}"]
+        job += CONTROL * self.control
+        before = len(self.problems)
+        with ExitStack() as stack:
+            alive = [stack.enter_context(closing(each)) for each in _as_by_an_engine(count, job)]
+            first = alive[0]
+            begun = rng.choice(("train.log", "checkpoints/last.ckpt"))
+            first.wait(HOUR, lambda: [*home.glob(f"*/*/{begun}")])
+            struck: list[str] = []
+            while left and all(each.code is None for each in alive):
+                soon = struck and rng.random() < 0.5
+                alive[-1].wait(rng.uniform(0, SOON if soon else max(1.0, self.seconds)))
+                if all(each.code is None for each in alive):
+                    number = rng.randrange(len(alive))
+                    victim = alive.pop(number)
+                    victim.strike(signal.SIGKILL, victim.pid)
+                    struck.append(f"{KILLED} of worker {number} of {len(alive) + 1} after {victim.age:.2f} s")
+                    self.struck.append(KILLED)
+                    left -= 1
+            for each in alive:
+                each.wait(120 + 10 * self.seconds)
+                self.check_process(each, 0)
+            if first.kill_remaining(END_SECONDS):
+                self.problem("a process of the first worker is left behind", first)
+            folders = [*home.glob("*/*")]
+            if len(folders) != 1:
+                self.problem(f"stray folders: {', '.join(map(str, folders))}", alive[0])
+            self.check_end(folders[0], alive[0])
+            as_it_was = "as" if len(self.problems) == before else "NOT as"
+            resumed = [line for each in alive for line in each.text.splitlines() if line.startswith("resumes after")]
+            self.print_line(f"{count} workers", *struck, *resumed, f"{as_it_was} the undisturbed run")
+
+
+def _as_by_an_engine(count: int, job: list[str]) -> list[Process]:
+    """Start a program for each worker, with the variables of `env://`."""
+    with bind_socket(LOOPBACK) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(count):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        processes.append(Process(job))
+    for name in place:
+        del os.environ[name]
+    return processes
 
 
 class DeathStorm(Campaign):
