@@ -7,11 +7,12 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -63,6 +64,7 @@ def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] =
     arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
     if yielding:
         takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
+    _refuse_letters(key, target, arguments)
     if target.__module__.startswith(ANNOTATED) and not target.__module__.startswith(CHECKED):
         _check_option_types(key, target, arguments)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
@@ -135,6 +137,23 @@ def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> 
         for name in (name for name in arguments if name in kinds):
             with suppress(PydanticUserError):  # pydantic can't validate this type
                 checker(kinds[name])(f"{key}.{name}", arguments[name])
+
+
+def _refuse_letters(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse a string for an option that is a list, which would be a list of its letters."""
+    kinds: dict[str, Any] = {}
+    for maker in reversed(_makers(target)):
+        with suppress(Exception):  # the annotation uses names that are imported for type checkers only
+            kinds |= get_type_hints(maker)
+    for name, value in arguments.items():
+        if isinstance(value, str) and _is_list(kinds.get(name)):
+            raise UserError(f"{key}.{name}={value}: must be a list: use {key}.{name}=[{value}]")
+
+
+def _is_list(kind: Any) -> bool:
+    """Check whether an annotation takes lists, and no strings; None is left out."""
+    kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if each is not type(None)]
+    return bool(kinds) and all(get_origin(each) in (list, tuple, Sequence, Iterable, Collection) for each in kinds)
 
 
 def parameters(target: Any) -> set[str]:

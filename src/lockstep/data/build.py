@@ -138,6 +138,8 @@ def _open_source(options: Mapping[str, Any], **offers: Any) -> Source:
     wrong = f"data._target_={options['_target_']} returned a {made}: {remedy}"
     if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise UserError(wrong)
+    if type(source) in (tuple, list):
+        raise UserError(f"{wrong}: return Source(train, test, Spec(channels, image_size, classes))")
     raise UserError(
         f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
         "return Source(train, test, Spec(channels, image_size, classes))"

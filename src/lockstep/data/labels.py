@@ -121,7 +121,9 @@ def spec_mismatch(splits: Splits) -> str:
     shape = (spec.channels, spec.image_size, spec.image_size)
     if isinstance(x, Tensor) and x.ndim == 4 and tuple(x.shape[1:]) != shape:
         actual, described_as = (" x ".join(map(str, each)) for each in (x.shape[1:], shape))
-        return f"the images are {actual}, and the data's Spec says {described_as}: correct the Spec"
+        channels_last = x.shape[3] == spec.channels != x.shape[1]
+        right = "return them as [channels, height, width]" if channels_last else "correct the Spec"
+        return f"the images are {actual}, and the data's Spec says {described_as}: {right}"
     if spec.task == "classification" and isinstance(y, Tensor) and y.ndim == 1 and y.dtype in KINDS:
         check = label_checks(splits)["train"]
         for each in (check.check_all, lambda: check(batch, ids)):
