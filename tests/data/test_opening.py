@@ -1,5 +1,6 @@
 """Opening a data set: embedded ones, what is held out, and options."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,26 @@ def of_pictures() -> Source:
 
 def of_nothing(data_dir: str) -> Source:
     return Source(arrays(0), None, Spec(1, 4, ("a", "b")))
+
+
+def of_classes(data_dir: str, classes: Sequence[str]) -> Source:
+    return Source(arrays(8), arrays(2), Spec(1, 4, tuple(classes)))
+
+
+def test_a_text_is_no_list_of_its_letters() -> None:
+    target = {"name": "mine", "_target_": f"{__name__}.of_classes"}
+    line = refusal_of(open_data, {**target, "classes": "cat"}, "nowhere")
+    assert line == "data.classes=cat: must be a list: use data.classes=[cat]"
+    assert open_data({**target, "classes": ["cat", "dog"]}, "nowhere").spec.classes == ("cat", "dog")
+
+
+def of_pair(data_dir: str) -> Any:
+    return arrays(8), arrays(2)
+
+
+def test_a_pair_of_data_sets_lacks_its_description() -> None:
+    line = refusal_of(open_data, {"_target_": f"{__name__}.of_pair"}, "nowhere")
+    assert line.endswith("(lockstep docs own-data): return Source(train, test, Spec(channels, image_size, classes))")
 
 
 def test_an_opener_that_finds_nothing_is_named_and_not_the_share_for_validation() -> None:

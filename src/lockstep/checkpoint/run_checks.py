@@ -119,12 +119,12 @@ class ParameterNameCheck(pl.Callback):
     changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(self, module: nn.Module) -> None:
-        self._built = {name: weakref.ref(each) for name, each in module.named_parameters()}
+        self._built: Any = {name: weakref.ref(each) for name, each in module.named_parameters()}  # None in a copy
         self._first_step = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a Trainer needs, whose next fit makes another check: references can't be pickled."""
-        return {**vars(self), "_built": {}}
+        return {**vars(self), "_built": None}
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:
@@ -153,6 +153,8 @@ class ParameterNameCheck(pl.Callback):
         Raises:
             UserError: they differ.
         """
+        if self._built is None:
+            return
         now, cause = dict(module.named_parameters()), "a callback, or a hook of the module,"
         right = "do it in the module's __init__ or configure_model"
         if changed := [name for name in now if name not in self._built] + sorted(self._built.keys() - now.keys()):

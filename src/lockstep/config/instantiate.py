@@ -6,6 +6,7 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 
 import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from pydantic.errors import PydanticUserError
 from lockstep.config import pages
 from lockstep.config.value_checks import checker, show, unknown_name_message
 from lockstep.errors import UserError
-from lockstep.launch.failures import user_code_location
+from lockstep.launch.failures import is_user_code, user_code_location
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
@@ -64,7 +65,8 @@ def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] =
     arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
     if yielding:
         takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
-    _refuse_letters(key, target, arguments)
+    if is_user_code(getattr(sys.modules.get(target.__module__), "__file__", None) or "<"):
+        _refuse_letters(key, target, arguments)
     if target.__module__.startswith(ANNOTATED) and not target.__module__.startswith(CHECKED):
         _check_option_types(key, target, arguments)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
@@ -140,7 +142,7 @@ def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> 
 
 
 def _refuse_letters(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse a string for an option that is a list, which would be a list of its letters."""
+    """Refuse a string for an option of a user's code that is a list: it would be a list of its letters."""
     kinds: dict[str, Any] = {}
     for maker in reversed(_makers(target)):
         with suppress(Exception):  # the annotation uses names that are imported for type checkers only

@@ -130,6 +130,7 @@ class ProgramRun(Run):
         print_refusals_as_lines()
         accelerator = name_of(accelerator, strategy)
         devices = whole_number_of(devices, accelerator)
+        exact = bool(exact) if exact in (0, 1) else exact  # of a program's arguments, say
         check_arguments(
             devices=devices,
             num_nodes=num_nodes,
