@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, List, Optional  # noqa: UP035
 
 import numpy as np
 import pytest
@@ -138,8 +138,17 @@ def of_classes(data_dir: str, classes: Sequence[str]) -> Source:
     return Source(arrays(8), arrays(2), Spec(1, 4, tuple(classes)))
 
 
-def test_a_text_is_no_list_of_its_letters() -> None:
-    target = {"name": "mine", "_target_": f"{__name__}.of_classes"}
+def of_list(data_dir: str, classes: list) -> Source:  # as users write it
+    return of_classes(data_dir, classes)
+
+
+def of_none(data_dir: str, classes: Optional[List[str]] = None) -> Source:  # noqa: UP006, UP045  likewise
+    return of_classes(data_dir, classes or ())
+
+
+@pytest.mark.parametrize("opener", [of_classes, of_list, of_none])
+def test_a_text_is_no_list_of_its_letters(opener: Any) -> None:
+    target = {"name": "mine", "_target_": f"{__name__}.{opener.__name__}"}
     line = refusal_of(open_data, {**target, "classes": "cat"}, "nowhere")
     assert line == "data.classes=cat: must be a list: use data.classes=[cat]"
     assert open_data({**target, "classes": ["cat", "dog"]}, "nowhere").spec.classes == ("cat", "dog")

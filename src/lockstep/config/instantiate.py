@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -154,8 +154,9 @@ def _refuse_letters(key: str, target: Any, arguments: Mapping[str, Any]) -> None
 
 def _is_list(kind: Any) -> bool:
     """Check whether an annotation takes lists, and no strings; None is left out."""
-    kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if each is not type(None)]
-    return bool(kinds) and all(get_origin(each) in (list, tuple, Sequence, Iterable, Collection) for each in kinds)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    origins = [get_origin(each) or each for each in kinds if each not in (None, type(None))]
+    return bool(origins) and all(each in (list, tuple, set, Sequence, Iterable, Collection) for each in origins)
 
 
 def parameters(target: Any) -> set[str]:

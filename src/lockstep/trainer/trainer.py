@@ -104,20 +104,23 @@ class Trainer(StepTrainer):
     ) -> None:
         self.quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         errors: AbstractContextManager[None] = nullcontext()
+        of_layout: dict[str, Any] = {
+            "accelerator": accelerator,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "batch_size": batch_size,
+            "pieces": pieces,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "exact": exact,
+            "checkpoint_every": checkpoint_every,
+        }
         if layout is None:
             made = ProgramRun(
-                accelerator=accelerator,
+                **of_layout,
                 strategy=strategy,
-                devices=devices,
-                num_nodes=num_nodes,
-                batch_size=batch_size,
-                pieces=pieces,
-                accumulate_grad_batches=accumulate_grad_batches,
-                exact=exact,
                 seed=seed,
                 precision=precision,
                 nonfinite=nonfinite,
-                checkpoint_every=checkpoint_every,
                 callbacks=callbacks,
                 default_root_dir=default_root_dir,
                 checkpoint_io=checkpoint_io,
@@ -127,16 +130,8 @@ class Trainer(StepTrainer):
             callbacks, checkpoint_io, options = made.callbacks, made.checkpoint_io, made.options
             default_root_dir, errors = made.root, one_line_errors(ValueError, TypeError)
         else:
-            refuse_beside_layout(
-                accelerator=None if accelerator == "auto" else accelerator,
-                devices=devices,
-                num_nodes=num_nodes,
-                batch_size=batch_size,
-                pieces=pieces,
-                accumulate_grad_batches=accumulate_grad_batches,
-                exact=exact or None,
-                checkpoint_every=checkpoint_every,
-            )
+            named = None if accelerator == "auto" else accelerator
+            refuse_beside_layout(**of_layout | {"accelerator": named, "exact": exact or None})
             batch_size = layout.batch_size
         if not isinstance(strategy, Strategy) or seed is None or checkpoint_io is None:
             right = "strategy=one of lockstep.strategies, seed and checkpoint_io"
