@@ -29,6 +29,11 @@ class Flat(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class AnySize(Flat):
+    def flat(self, x):
+        return nn.functional.adaptive_avg_pool2d(x, 10).flatten(1)
+
+
 class Viewed(Flat):
     def flat(self, x):
         return x.view(x.size(0), -1)
@@ -61,7 +66,10 @@ def images(labels=2, size=12):
         (("model=viewed", "speed.memory_format=contiguous"), ""),
         (("data.labels=3",), "has the label 2: it must be the number of its class, 0 to 1"),
         (("data.labels=3", "strategy=ddp", "devices=2"), "has the label 2: it must be the number of its class, 0 to 1"),
-        (("data.size=14",), "the images are 1 x 14 x 14, and the data's Spec says 1 x 12 x 12: correct the Spec"),
+        (
+            ("data.size=14", "model=any_size"),  # the net would take them
+            "images of the training set are 1 x 14 x 14, and the data's Spec says 1 x 12 x 12: correct the Spec",
+        ),
     ],
 )
 def test_the_line_names_the_cause(options: tuple[str, ...], line: str, processes: None, tmp_path: Path) -> None:
@@ -69,6 +77,7 @@ def test_the_line_names_the_cause(options: tuple[str, ...], line: str, processes
     for name, text in {
         "model/flat": "name: flat\n_target_: of_a_user.Flat\n",
         "model/viewed": "name: viewed\n_target_: of_a_user.Viewed\n",
+        "model/any_size": "name: any_size\n_target_: of_a_user.AnySize\n",
         "data/own": "name: own\n_target_: of_a_user.images\nlabels: 2\nsize: 12\n",
     }.items():
         (tmp_path / "pages" / name).parent.mkdir(parents=True, exist_ok=True)

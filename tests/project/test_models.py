@@ -61,6 +61,7 @@ def test_dropout_is_off_unless_requested() -> None:
     ("build", "options", "message"),
     [
         (small_cnn, {"image_size": 9}, "at least 10 x 10"),
+        (lambda **options: project.models.MnistCNN(**task(**options)), {"image_size": 9}, "at least 10 x 10"),
         (small_cnn, {"dropout": 1.0}, "^dropout=1.0: "),
         (small_cnn, {"label_smoothing": -0.1}, "^label_smoothing=-0.1: "),
         (small_cnn, {"num_classes": 1}, "num_classes=1: .*must be at least 2"),

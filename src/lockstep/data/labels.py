@@ -1,4 +1,4 @@
-"""The check of labels for a model that classifies: each must be the number of a class."""
+"""The check of samples: images are as the Spec says, and for a model that classifies labels are numbers of classes."""
 
 from typing import Any
 
@@ -8,26 +8,28 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset, labels_of
-from lockstep.data.splits import Splits
+from lockstep.data.splits import Spec, Splits
 from lockstep.errors import StepRefused, UserError
 
 NAMES = {"train": "training", "val": "validation", "test": "test"}
 KINDS = (torch.int64, torch.uint8)  # of labels with which torch's cross_entropy computes
 
 
-class LabelCheck:
-    """Check the labels of batches on the host, before a device gets them: an index out of range would stop a GPU.
+class SampleCheck:
+    """Check batches on the host, before a device gets them: a label out of range would stop a GPU.
 
     Args:
         dataset: the data set of a split.
         split: `train`, `val` or `test`.
-        num_classes: number of classes.
+        spec: the description of its images.
+        labels: whether each label must be the number of a class.
     """
 
-    def __init__(self, dataset: Any, split: str, num_classes: int) -> None:
-        self.dataset, self.split, self.num_classes = dataset, split, num_classes
-        # A collate_fn of the user's own may mix the samples of a training batch, with a share of each class as label.
-        self.may_be_mixed = split == "train" and hasattr(innermost_dataset(dataset), "collate_fn")
+    def __init__(self, dataset: Any, split: str, spec: Spec, labels: bool = True) -> None:
+        self.dataset, self.split, self.spec, self.labels = dataset, split, spec, labels
+        # A collate_fn of the user's own may change sizes, and mix the samples of a training batch, with a share of each
+        # class as label.
+        self.collates = hasattr(innermost_dataset(dataset), "collate_fn")
 
     def __call__(self, batch: Any, ids: Any) -> None:
         """Check a batch of samples.
@@ -36,16 +38,36 @@ class LabelCheck:
             batch: what the data set returns, collated.
             ids: numbers of its samples in the split, [n].
         """
-        y = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
-        if not isinstance(y, Tensor) or not y.numel() or len(y) != len(ids):
+        x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) > 1 else (None, None)
+        if wrong := self._wrong_image(x):
+            raise StepRefused(wrong)
+        if not self.labels or not isinstance(y, Tensor) or not y.numel() or len(y) != len(ids):
             return
+        classes = self.spec.num_classes
         if y.ndim == 1 and y.dtype in KINDS:
-            wrong = (y < 0) | (y >= self.num_classes)
-            if bool(wrong.any()):
-                row = int(wrong.nonzero()[0])
+            wrong_rows = ((y < 0) | (y >= classes)).nonzero()
+            if len(wrong_rows):
+                row = int(wrong_rows[0])
                 raise StepRefused(self.message(int(ids[row]), str(int(y[row])), ""))
-        elif not (self.may_be_mixed and y.is_floating_point() and y.shape[1:] == (self.num_classes,)):
+        elif not (self.collates and self.split == "train" and y.is_floating_point() and y.shape[1:] == (classes,)):
             raise StepRefused(self.message(int(ids[0]), *described(y[0])))
+
+    def _wrong_image(self, x: Any) -> str:
+        """Return what is wrong with images [n, C, H, W]; empty if they are as the Spec says, or are no images.
+
+        A Spec has one size, so of images that are not square it must have the height or the width.
+        """
+        spec = self.spec
+        if self.collates or not isinstance(x, Tensor) or x.ndim != 4:
+            return ""
+        if x.shape[1] == spec.channels and spec.image_size in x.shape[2:]:
+            return ""
+        shape = (spec.channels, spec.image_size, spec.image_size)
+        actual, described_as = (" x ".join(map(str, each)) for each in (x.shape[1:], shape))
+        channels_last = x.shape[3] == spec.channels != x.shape[1]
+        right = "return them as [channels, height, width]" if channels_last else "correct the Spec"
+        where = f"the images of the {NAMES[self.split]} set"
+        return f"data: {where} are {actual}, and the data's Spec says {described_as}: {right}"
 
     def message(self, index: int, label: str, remedy: str) -> str:
         """Return the message about a label.
@@ -61,20 +83,25 @@ class LabelCheck:
         where = f"sample {index} of the {NAMES[self.split]} set"
         if dataset is not self.dataset:  # the number counts the samples of the whole set
             where = f"sample {index} of the {type(dataset).__name__} from which the {NAMES[self.split]} set is taken"
-        right = f"it must be the number of its class, 0 to {self.num_classes - 1}, int64"
+        right = f"it must be the number of its class, 0 to {self.spec.num_classes - 1}, int64"
         return f"data: {where} has the label {label}: {right}{remedy}"
 
     def check_all(self) -> None:
-        """Check all labels, if they can be read without making samples."""
+        """Check what is known without making samples: images in memory, and all labels."""
+        memory = innermost_dataset(self.dataset) if in_memory(self.dataset) else None
+        if memory is not None and (wrong := self._wrong_image(memory.images)):
+            raise UserError(wrong)
+        if not self.labels:
+            return
         try:
             labels: Ids = labels_of(self.dataset)
         except UserError:
-            if in_memory(self.dataset):
-                self((None, innermost_dataset(self.dataset).labels[:1]), [0])
+            if memory is not None:
+                self((None, memory.labels[:1]), [0])
             return
-        wrong = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
-        if len(wrong):
-            raise UserError(self.message(int(wrong[0]), str(labels[wrong[0]]), ""))
+        wrong_rows = np.flatnonzero((labels < 0) | (labels >= self.spec.num_classes))
+        if len(wrong_rows):
+            raise UserError(self.message(int(wrong_rows[0]), str(labels[wrong_rows[0]]), ""))
 
 
 def described(label: Tensor) -> tuple[str, str]:
@@ -103,37 +130,30 @@ def first_label(dataset: Any) -> str:
     return f"; sample 0 has the label {label}: for classification it must be the number of its class, int64{remedy}"
 
 
-def label_checks(splits: Splits) -> dict[str, LabelCheck]:
-    """Return the check of each split, for a model that classifies."""
+def sample_checks(splits: Splits, labels: bool) -> dict[str, SampleCheck]:
+    """Return the check of each split; `labels`: whether also that of labels, for a model that classifies."""
     parts = {"train": splits.train, "val": splits.val, "test": splits.test}
     return {
-        name: LabelCheck(dataset, name, splits.spec.num_classes)
-        for name, dataset in parts.items()
-        if dataset is not None
+        name: SampleCheck(dataset, name, splits.spec, labels) for name, dataset in parts.items() if dataset is not None
     }
 
 
-def spec_mismatch(splits: Splits) -> str:
-    """Return what of the first training samples the data's Spec does not describe, for a message; empty if all fits."""
-    spec, ids = splits.spec, np.arange(min(64, len(splits.train)))
+def wrong_label(splits: Splits) -> str:
+    """Return what is wrong with labels that may be numbers of classes, after a module has failed; empty if nothing."""
+    ids = np.arange(min(64, len(splits.train)))
     batch = fetch(splits.train, ids)
-    x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) > 1 else (None, None)
-    shape = (spec.channels, spec.image_size, spec.image_size)
-    if isinstance(x, Tensor) and x.ndim == 4 and tuple(x.shape[1:]) != shape:
-        actual, described_as = (" x ".join(map(str, each)) for each in (x.shape[1:], shape))
-        channels_last = x.shape[3] == spec.channels != x.shape[1]
-        right = "return them as [channels, height, width]" if channels_last else "correct the Spec"
-        return f"the images are {actual}, and the data's Spec says {described_as}: {right}"
-    if spec.task == "classification" and isinstance(y, Tensor) and y.ndim == 1 and y.dtype in KINDS:
-        check = label_checks(splits)["train"]
-        for each in (check.check_all, lambda: check(batch, ids)):
-            try:
-                each()
-            except (UserError, StepRefused) as refusal:
-                return str(refusal)
+    y = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    if splits.spec.task != "classification" or not isinstance(y, Tensor) or y.ndim != 1 or y.dtype not in KINDS:
+        return ""
+    check = sample_checks(splits, labels=True)["train"]
+    try:
+        check.check_all()
+        check(batch, ids)
+    except (UserError, StepRefused) as refusal:
+        return str(refusal)
     return ""
 
 
 def in_memory(dataset: Any) -> bool:
-    """Check whether a data set's labels need no check by batch, since `check_all` sees exactly those."""
+    """Check whether a data set's samples need no check by batch, since `check_all` sees exactly those."""
     return type(innermost_dataset(dataset)) is ArrayDataset

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, innermost_dataset
-from lockstep.data.labels import NAMES, LabelCheck, in_memory, label_checks
+from lockstep.data.labels import NAMES, SampleCheck, in_memory, sample_checks
 from lockstep.data.loaders import (
     Chunk,
     ChunkDataset,
@@ -100,7 +100,7 @@ class StepData(pl.LightningDataModule):
         self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split and the samples that are evaluated
         self._chunks_of: dict[Any, list[Chunk]] = {}  # by split, rank, samples, and those that are evaluated
         self._placed: Splits | None = None  # with data sets on the GPU
-        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
+        self._checks: dict[str, SampleCheck] = {}  # by split
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
         if isinstance(self.owner, pl.LightningDataModule):
@@ -119,10 +119,9 @@ class StepData(pl.LightningDataModule):
         assert self.trainer is not None
         # Search once: a search for each batch would take longer than the preparation of the batch.
         self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
-        if getattr(self._module, "task", None) == "classification" and stage != "predict":
-            self._label_checks = {
-                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
-            }
+        if stage != "predict":
+            checks = sample_checks(self.splits, getattr(self._module, "task", None) == "classification")
+            self._checks = {name: check for name, check in checks.items() if not in_memory(check.dataset)}
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
@@ -194,7 +193,7 @@ class StepData(pl.LightningDataModule):
         return self.trainer.num_sanity_val_steps if checks else 0  # type: ignore[union-attr]
 
     def _steps(self) -> StepDataset:
-        dataset, check = self._split("train").dataset, self._label_checks.get("train")
+        dataset, check = self._split("train").dataset, self._checks.get("train")
         augment = self.splits.augment
         return StepDataset(dataset, self.order, self.rank, augment, self.assignment, check, self._stop_step)
 
@@ -246,7 +245,7 @@ class StepData(pl.LightningDataModule):
         split, chunks = self._split(name), self._chunks(name, self.rank) or [(0, 1)] * min_batches
         ids = None if split.draws is None else split.draws.ids(0)
         repeats = Repeats(NAMES[name.partition(".")[0]], self.layout.exact, self.rank == 0)
-        check = self._label_checks.get(name)
+        check = self._checks.get(name)
         checked = ChunkDataset(split.dataset, check, chunks, repeats if split.stream is None else None)
         return self._loader(checked, ChunkSampler(chunks, ids), name)
 

@@ -273,8 +273,7 @@ def _spec(module: Any, train: Any) -> Spec:
             f"data: samples of {type(module).__name__} can't be collated ({reason}): they must be tensors"
         ) from None
     x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) >= 2 else (None, None)
-    images = isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == x.shape[3]
-    channels, size = (x.shape[1], x.shape[2]) if images else (1, 1)
+    channels, size = x.shape[1:3] if isinstance(x, Tensor) and x.ndim == 4 else (1, 1)
     transform = getattr(innermost_of_user(train), "transform", None)
     mean, std = moments(getattr(transform, "transforms", [transform]))
     if not {len(mean), len(std)} <= {1, channels}:

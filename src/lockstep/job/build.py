@@ -30,7 +30,7 @@ from lockstep.config.metrics import UnknownMode, modes_with_model, with_mode
 from lockstep.config.run_length import smallest_piece
 from lockstep.data import Splits, StepData
 from lockstep.data.datasets import fetch
-from lockstep.data.labels import first_label, label_checks
+from lockstep.data.labels import first_label, sample_checks
 from lockstep.data.splits import TASKS
 from lockstep.errors import UserError
 from lockstep.job import worker_setup
@@ -115,8 +115,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
             f"use a model and data of the same task (lockstep docs tasks){hint}"
         )
-    if config.trains and getattr(module, "task", None) == "classification":
-        for split, check in label_checks(splits).items():
+    if config.trains:
+        for split, check in sample_checks(splits, getattr(module, "task", None) == "classification").items():
             if split != "train" or splits.window is None:  # those of so many samples are checked batch by batch
                 check.check_all()
     refuse_hooks(setting, module, "data=...")

@@ -34,7 +34,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
-from lockstep.data.labels import spec_mismatch
+from lockstep.data.labels import wrong_label
 from lockstep.data.streams import room_note
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.job import worker_setup
@@ -274,7 +274,7 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
             run.finish("failed", f"{type(error).__name__}: {error}")
     if rules.SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
         return single_value_error(config, len(run.splits.train))
-    if not has_trained and (wrong := _unlike_spec(config, run.splits)):
+    if not has_trained and (wrong := _wrong_label(config, run.splits)):
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         return UserError(f"{wrong} ({cause}, {place_of(error)})")
     if VIEW_TEXT in str(error) and config.speed.memory_format != "contiguous":
@@ -283,12 +283,12 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
     return None
 
 
-def _unlike_spec(config: Config, splits: Splits) -> str:
-    """Return what of a user's own data its Spec, for which the model was made, does not describe; empty if all fits."""
+def _wrong_label(config: Config, splits: Splits) -> str:
+    """Return what is wrong with the labels of a user's own data, for which the model was made; empty if nothing is."""
     if str(config.data.get("_target_")).startswith(("lockstep.", "lockstep_")):
         return ""
     with suppress(Exception):  # the data fail themselves
-        return spec_mismatch(splits)
+        return wrong_label(splits)
     return ""
 
 

@@ -17,6 +17,8 @@ class MnistCNN(pl.LightningModule):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"], logger=False)  # for load_from_checkpoint
         self.optimizer, self.scheduler = optimizer, scheduler
         side = (image_size - 8) // 2  # each convolution removes 4 pixels, and the pool halves the rest
+        if side < 1:
+            raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
         self.net = nn.Sequential(
             nn.Conv2d(channels, 20, 5),
             nn.ReLU(),
