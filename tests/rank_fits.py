@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.data import Spec, Splits, StepData
 from lockstep.lightning.one_process import OneProcess
 from lockstep.lightning.process_per_device import ProcessPerDevice
@@ -208,11 +210,38 @@ def same_bits(one: dict[str, Tensor], *others: dict[str, Tensor]) -> bool:
     )
 
 
-def fits(ranks: Ranks, net: pl.LightningModule, world: int, exact: bool = True, **options: Any) -> list[Fit]:
-    """Return the fit of each process of a layout. `batch_size`, `pieces`, `shares` and `strategy` are the layout's."""
+def fits(ranks: Ranks, net: pl.LightningModule, world: int, exact: bool = True, **options: Any) -> list[Any]:
+    """Return the fit of each process of a layout. `batch_size`, `pieces`, `shares` and `strategy` are the layout's.
+
+    With `errors`, types of errors, the result of a process that raises one is the error.
+    """
     names = ("batch_size", "pieces", "shares", "strategy")
     layout = layout_of(world, exact, **{name: options.pop(name) for name in names if name in options})
-    if layout.world_size == 1:
+    errors: Any = options.pop("errors", ())
+    if layout.world_size == 1 and not errors:
         return [fit(0, net, layout, **options)]
-    results: list[Fit] = ranks(world, lambda rank: fit(rank, net, layout, **options))
-    return results
+    return ranks(layout.world_size, lambda rank: fit(rank, net, layout, **options), errors=errors)
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int = 1) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def saving(path: Path, step: int = 1) -> dict[str, Any]:
+    """Return the options of a fit that saves a checkpoint after a step."""
+    return {"callbacks": [Saves(path, step)], "plugins_of": lambda: [AtomicCheckpointIO()]}
+
+
+def going_on(path: Path, content: Any = None) -> dict[str, Any]:
+    """Return the options of a fit that continues from a checkpoint, or from a changed content of it.
+
+    The content was read before, as a run does: Lightning reads a file under a lock of the process.
+    """
+    return {"ckpt": path, "plugins_of": lambda: [AtomicCheckpointIO(loaded=content or load(path))]}

@@ -339,7 +339,7 @@ def test_ranks_that_differ_are_noticed_without_validation_and_checkpoints(
             [group] = self.trainer.optimizers[0].param_groups
             if self.trainer.global_step == step and self.global_rank:
                 if changes == "weights":
-                    group["params"][0].data += 1
+                    group["params"][0].data[0, 0] += 2.0**-20
                 else:
                     group[changes] = {"lr": 0.2, "momentum": 0.5}[changes]
 

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from rank_fits import Net, fits, same_bits
+from rank_fits import Net, fits
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -207,22 +207,6 @@ def test_on_after_backward_gets_the_gradient_of_the_step_once(ranks: Ranks, stra
             assert all(map(torch.equal, one, two))
 
 
-class HalvesAfterBackward(Net):
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * 0.5
-
-
-def test_what_on_after_backward_changes_counts_on_every_layout(ranks: Ranks) -> None:
-    one, two, control = (
-        fits(ranks, net, world)[0].state
-        for net, world in ((HalvesAfterBackward(), 1), (HalvesAfterBackward(), 2), (Net(), 1))
-    )
-    assert same_bits(one, two)
-    assert not same_bits(one, control)
-
-
 # --- other backward passes ---
 
 
@@ -335,32 +319,10 @@ def test_tensors_without_data_are_refused(tmp_path: Path, make: Any, name: str, 
 # --- buffers ---
 
 
-class BuffersOfRanks(Net):
-    """Its buffers differ between the ranks at the start, as memory that nobody has set does."""
-
-    def configure_model(self) -> None:
-        rank = self.trainer.global_rank if self.trainer.world_size > 1 else 0
-        if not hasattr(self, "pointer"):
-            self.register_buffer("pointer", torch.full((1,), 5 + rank))
-            self.register_buffer("bank", torch.full((3, 2), 1.0 + rank).t())
-            self.register_buffer("phase", torch.full((2,), 1j * (1 + rank)))
-            self.register_buffer("on", torch.tensor(rank == 0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * self.bank.mean()  # type: ignore[operator]
-
-
 class OtherShapes(Net):
     def configure_model(self) -> None:
         if not hasattr(self, "bank"):
             self.register_buffer("bank", torch.zeros(3 + self.trainer.global_rank))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_buffers_at_the_start_are_those_of_rank_zero(ranks: Ranks, strategy: str) -> None:
-    one = fits(ranks, BuffersOfRanks(), 1)[0].state
-    for each in fits(ranks, BuffersOfRanks(), 2, strategy=strategy):
-        assert same_bits(one, each.state)
 
 
 def test_buffers_of_other_shapes_are_refused(ranks: Ranks) -> None:

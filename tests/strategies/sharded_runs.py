@@ -1,12 +1,13 @@
 """Small networks with weights that are sharded, and their training: by `lockstep.Trainer`, or on ranks as threads."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from rank_fits import Fit, Numbers, fit, layout_of
 from thread_ranks import Ranks
@@ -221,6 +222,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unfrozen": ("frozen", "adamw", {"callbacks": Unfreezes}),
     "twice": ("twice", "sgd", {}),
 }
+
+
+def by_day(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Return cases for `pytest.mark.parametrize`; those that are not chosen are run by night."""
+    return [
+        pytest.param(*((each,) if isinstance(each, str) else each), marks=() if each in chosen else pytest.mark.nightly)
+        for each in cases
+    ]
 
 
 class Classifier(pl.LightningModule):

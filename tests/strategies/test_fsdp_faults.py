@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from strategies.sharded_runs import train
+from strategies.sharded_runs import by_day, train
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
@@ -109,10 +109,7 @@ FEW = (KILLS[3], KILLS[6])
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(
-    ("checkpoint", "moment", "rank", "call"),
-    [pytest.param(*each, marks=() if each in FEW else pytest.mark.nightly) for each in KILLS],
-)
+@pytest.mark.parametrize(("checkpoint", "moment", "rank", "call"), by_day(KILLS, FEW))
 def test_a_rank_that_is_killed_costs_no_more_than_a_step(
     tmp_path: Path, checkpoint: Any, moment: str, rank: int, call: int
 ) -> None:

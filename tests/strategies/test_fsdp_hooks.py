@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fits import same_bits
-from strategies.sharded_runs import Classifier, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, by_day, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -190,10 +190,15 @@ def without_hooks(optimizer: str, **options: Any) -> dict[str, Tensor]:
     return rank_fit(0, Classifier("mixer", optimizer), 1, **options).state
 
 
-def check_same(ranks: Ranks, folder: Path, name: str) -> None:
+# of each kind one that `make quick` runs
+FEW = ("assigned", "dropped", "in an evaluation", "weights before the step")
+
+
+@pytest.mark.parametrize("name", by_day(SAME, FEW))
+def test_what_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Check that what hooks do on two ranks has the effect that it has on one device, and what that is."""
     kind, optimizer, options = SAME[name]
-    module, folders = kind("mixer", optimizer), (folder / "one", folder / "two")
+    module, folders = kind("mixer", optimizer), (tmp_path / "one", tmp_path / "two")
     one, two = (
         rank_fits_of(ranks, module, world, default_root_dir=folder, **options)
         for world, folder in zip((1, 2), folders, strict=True)
@@ -205,21 +210,6 @@ def check_same(ranks: Ranks, folder: Path, name: str) -> None:
         states = [torch.load(each / "within.ckpt", weights_only=True)["state_dict"] for each in folders]
         assert same_bits(*states)
         assert not same_bits(one, *states)
-
-
-# of each kind one that `make quick` runs
-FEW = ("assigned", "dropped", "in an evaluation", "weights before the step")
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_what_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    check_same(ranks, tmp_path, name)
-
-
-@pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize("name", [name for name in SAME if name not in FEW])
-def test_what_other_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    check_same(ranks, tmp_path, name)
 
 
 # --- what is refused ---

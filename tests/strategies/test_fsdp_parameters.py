@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from rank_fits import same_bits
-from strategies.sharded_runs import Classifier, Mixer, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, Mixer, by_day, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -217,27 +217,17 @@ SAME: dict[str, Any] = {
     "parallel": lambda: of_net(Parallel()),
     "other dtypes": lambda: of_net(other_dtypes()),
 }
-FEW = ("attacks with weights outside of blocks", "attributes", "moments", "skips")
+FEW = ("attacks", "attributes", "moments", "skips")
 
 
-def check_same(ranks: Ranks, name: str, world: int = 2, **options: Any) -> None:
+@pytest.mark.parametrize("name", by_day(SAME, FEW))
+def test_it_has_the_bits_of_one_device(ranks: Ranks, name: str) -> None:
     torch.manual_seed(1)
     module = SAME[name]()
-    one = rank_fits_of(ranks, module, 1, train=24, **options)
+    one = rank_fits_of(ranks, module, 1, train=24)
     for reshard in (False, True):
-        parts = rank_fits_of(ranks, module, world, train=24, parts={"reshard": reshard}, **options)
+        parts = rank_fits_of(ranks, module, 2, train=24, parts={"reshard": reshard})
         assert same_bits(one, parts), f"reshard={reshard}"
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_it_has_the_bits_of_one_device(ranks: Ranks, name: str) -> None:
-    check_same(ranks, name)
-
-
-@pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize("name", [name for name in SAME if name not in FEW])
-def test_it_has_the_bits_of_one_device_here_too(ranks: Ranks, name: str) -> None:
-    check_same(ranks, name)
 
 
 # --- what is refused ---
@@ -408,16 +398,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 FEW_REFUSED = ("hook in setup", "hook in on_fit_start", "PGD", "item", "data", "teacher", "clips the optimizer's")
 
 
-def check_refused(ranks: Ranks, name: str) -> None:
-    make, text = REFUSED[name]
-    module = make()
-    raised = [each for each in ranks(2, lambda rank: refused(rank, module)) if each]
-    assert raised, "no rank refuses it"
-    for each in raised:
-        assert text in each
-        assert "\n" not in each.partition("\non rank")[0]
-
-
 def refused(rank: int, module: Classifier) -> str:
     """Return the text of the error of a fit. A rank that waits for one that has ended is none."""
     try:
@@ -427,12 +407,12 @@ def refused(rank: int, module: Classifier) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", FEW_REFUSED)
+@pytest.mark.parametrize("name", by_day(REFUSED, FEW_REFUSED))
 def test_it_is_refused(ranks: Ranks, name: str) -> None:
-    check_refused(ranks, name)
-
-
-@pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize("name", [name for name in REFUSED if name not in FEW_REFUSED])
-def test_it_is_refused_too(ranks: Ranks, name: str) -> None:
-    check_refused(ranks, name)
+    make, text = REFUSED[name]
+    module = make()
+    raised = [each for each in ranks(2, lambda rank: refused(rank, module)) if each]
+    assert raised, "no rank refuses it"
+    for each in raised:
+        assert text in each
+        assert "\n" not in each.partition("\non rank")[0]

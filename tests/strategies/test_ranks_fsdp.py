@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fits import Fit, same_bits
-from strategies.sharded_runs import CASES, Classifier, Mixer, rank_fit, rank_fits_of
+from rank_fits import Fit, Saves, same_bits
+from strategies.sharded_runs import CASES, Classifier, Mixer, by_day, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 
@@ -47,40 +47,26 @@ def options_of(name: str) -> dict[str, Any]:
     return {"limit_val_batches": 1.0, **(CASES[name][2] if name in CASES else {})}
 
 
-def check_bits(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
+BITS = [
+    ("double", 2, False),
+    ("convolutions", 3, True),
+    ("vit adamw", 2, False),
+    ("vit muon clipped", 3, True),
+    ("mixer muon clipped", 3, True),
+    ("stem", 2, True),
+    ("small", 2, False),
+    ("twice", 2, False),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "reshard"), by_day(BITS, BITS[:2]))
+def test_the_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
     module, options = module_of(name), options_of(name) | {"parts": {"reshard": reshard}}
     first, *others = ranks(world, lambda rank: rank_fit(rank, module, world, **options))
     one = on_one_device(name)
     assert same_bits(one.state, first.state)
     assert {each.metrics["val_loss"] for each in (first, *others)} == {one.metrics["val_loss"]}
     assert not same_bits(module.state_dict(), first.state), "the control: the steps have changed them"
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "reshard"),
-    [
-        ("double", 2, False),
-        ("convolutions", 3, True),
-    ],
-)
-def test_the_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
-    check_bits(ranks, name, world, reshard)
-
-
-@pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize(
-    ("name", "world", "reshard"),
-    [
-        ("vit adamw", 2, False),
-        ("vit muon clipped", 3, True),
-        ("mixer muon clipped", 3, True),
-        ("stem", 2, True),
-        ("small", 2, False),
-        ("twice", 2, False),
-    ],
-)
-def test_other_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
-    check_bits(ranks, name, world, reshard)
 
 
 def test_without_exact_the_weights_are_the_same_to_rounding_and_have_other_bits(ranks: Ranks) -> None:
@@ -94,17 +80,6 @@ def test_without_exact_the_weights_are_the_same_to_rounding_and_have_other_bits(
 
 
 # --- checkpoints ---
-
-
-class Saves(pl.Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 SIDES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -144,7 +119,31 @@ def fit_and_save(ranks: Ranks, case: str, side: str, path: Path, step: int, resu
     return states[0]
 
 
-def check_resume(ranks: Ranks, path: Path, case: str, before: str, after: str) -> None:
+RESUMES = [
+    ("mixer muon clipped", "parts 2", "one"),
+    ("wrapped", "parts 2", "parts 3"),
+    ("renamed", "parts 3", "fsdp 2"),
+    ("mixer adamw", "fsdp 2", "parts 2"),
+    ("wrapped", "fsdp 2", "one"),
+    ("vit adamw", "fsdp 2", "one"),
+    ("vit adamw", "parts 2", "one"),
+    ("mixer muon clipped", "parts 2", "fsdp 3"),
+    ("convolutions", "parts 3", "parts 2"),
+    ("convolutions ema", "parts 3", "parts 2"),
+    ("convolutions ema", "parts 2", "one"),
+    ("vit muon clipped", "fsdp 3", "ddp 2"),
+    ("tied", "ddp 2", "parts 3"),
+    ("wrapped", "one", "fsdp 3"),
+    ("wrapped ema", "parts 2", "fsdp 2"),
+    ("renamed", "ddp 2", "parts 2"),
+]
+
+
+@pytest.mark.parametrize(("case", "before", "after"), by_day(RESUMES, RESUMES[:3]))
+def test_a_run_continues_on_another_layout_to_the_same_bits(
+    ranks: Ranks, tmp_path: Path, case: str, before: str, after: str
+) -> None:
+    path = tmp_path / "last.ckpt"
     whole = fit_and_save(ranks, case, before, path, step=1)
     assert same_bits(on_one_device(case).state, whole)
     saved = checkpoint_io.load(path)
@@ -152,45 +151,6 @@ def check_resume(ranks: Ranks, path: Path, case: str, before: str, after: str) -
     assert not same_bits(whole, saved["state_dict"]), "the control"
     assert same_bits(whole, fit_and_save(ranks, case, after, path, step=2, resume=True))
     assert same_bits(whole, checkpoint_io.load(path)["state_dict"])
-
-
-@pytest.mark.parametrize(
-    ("case", "before", "after"),
-    [
-        ("mixer muon clipped", "parts 2", "one"),
-        ("mixer adamw", "fsdp 2", "parts 2"),
-        ("wrapped", "fsdp 2", "one"),
-        ("wrapped", "parts 2", "parts 3"),
-        ("renamed", "parts 3", "fsdp 2"),
-    ],
-)
-def test_a_run_continues_on_another_layout_to_the_same_bits(
-    ranks: Ranks, tmp_path: Path, case: str, before: str, after: str
-) -> None:
-    check_resume(ranks, tmp_path / "last.ckpt", case, before, after)
-
-
-@pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize(
-    ("case", "before", "after"),
-    [
-        ("vit adamw", "fsdp 2", "one"),
-        ("vit adamw", "parts 2", "one"),
-        ("mixer muon clipped", "parts 2", "fsdp 3"),
-        ("convolutions", "parts 3", "parts 2"),
-        ("convolutions ema", "parts 3", "parts 2"),
-        ("convolutions ema", "parts 2", "one"),
-        ("vit muon clipped", "fsdp 3", "ddp 2"),
-        ("tied", "ddp 2", "parts 3"),
-        ("wrapped", "one", "fsdp 3"),
-        ("wrapped ema", "parts 2", "fsdp 2"),
-        ("renamed", "ddp 2", "parts 2"),
-    ],
-)
-def test_other_runs_continue_on_another_layout_to_the_same_bits(
-    ranks: Ranks, tmp_path: Path, case: str, before: str, after: str
-) -> None:
-    check_resume(ranks, tmp_path / "last.ckpt", case, before, after)
 
 
 @pytest.mark.usefixtures("whole_run")
