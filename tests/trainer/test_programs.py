@@ -101,7 +101,7 @@ def test_a_module_without_what_a_fit_calls_is_refused(tmp_path: Path, name: str)
 
 
 def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
-    module: Any = torch.compile(Net())
+    module: Any = torch.compile(Net(), backend="eager")
     for method in (trainer(tmp_path).fit, trainer(tmp_path).test):
         with pytest.raises(UserError, match=f"trainer.{method.__name__} got a compiled module: compile the network"):
             method(module, loader())

@@ -1,12 +1,13 @@
 """A checkpoint has what every hook of its step has done, whoever asks for it: resumed from it, a run has the same bits.
 
 Every hook of a module and of a callback changes state here, at each call in another way. A run writes checkpoints, and
-a new one continues from each of them.
+a new one continues from each of them. By night the hooks save in each of its steps.
 """
 
 import os
 import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -34,14 +35,22 @@ HOOKS_OF_MODULES = (
     *("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train"),
     *("optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
 )
+NIGHTLY = pytest.mark.nightly
 # Inside an epoch, a validation after steps 2, 4, 8, 10; steps 6 and 12 end epochs.
-OPTIONS: dict[str, Any] = {"exact": True, "pieces": 4, "val_check_interval": 2, "gradient_clip_val": 10.0}
+OPTIONS: dict[str, Any] = {"exact": True, "pieces": 2, "val_check_interval": 2, "gradient_clip_val": 10.0}
+
+
+def save(trainer: Any, whose: Any, hook: str) -> None:
+    """Save a checkpoint in the first call of a hook from its step in `saves` on."""
+    if trainer.global_step >= whose.saves.get(hook, sys.maxsize):
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "all", f"{type(whose).__name__}.{hook}"))
+        del whose.saves[hook]
 
 
 class Marks(Net):
     """A module each of whose hooks changes a buffer, and a weight that training does not change."""
 
-    saves_in = ""  # the hook in which it saves a checkpoint
+    saves: dict[str, int] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +60,8 @@ class Marks(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.save("validation_step")
-
-    def save(self, hook: str) -> None:
-        if self.saves_in == hook and not self.trainer.sanity_checking:
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "all", f"{self.trainer.global_step}"))
+        if not self.trainer.sanity_checking:
+            save(self.trainer, self, "validation_step")
 
     def mark(self, hook: str) -> None:
         """Change state in a way that depends on how often this was called, and when."""
@@ -64,7 +70,7 @@ class Marks(Net):
                 count = self.get_buffer(f"n_{hook}")
                 count.mul_(0.5).add_(1 + self.trainer.global_step)
                 self.teacher.mul_(0.75).add_(count.float() + HOOKS_OF_MODULES.index(hook))
-            self.save(hook)
+            save(self.trainer, self, hook)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.2, momentum=0.9)
@@ -88,17 +94,16 @@ for _hook in HOOKS_OF_MODULES:
 class Counts(pl.Callback):
     """A callback whose hooks change its state and the module's."""
 
-    def __init__(self, saves_in: str = "") -> None:
+    def __init__(self, saves: dict[str, int] | None = None) -> None:
         self.counts = dict.fromkeys(HOOKS_OF_STEPS, 0.0)
-        self.saves_in = saves_in
+        self.saves = saves or {}
 
     def mark(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
         if not trainer.sanity_checking:
             self.counts[hook] = self.counts[hook] / 2 + 1 + trainer.global_step
             with torch.no_grad():
                 module.teacher.add_(self.counts[hook])
-            if self.saves_in == hook:
-                trainer.save_checkpoint(Path(trainer.default_root_dir, "all", f"{trainer.global_step}"))
+            save(trainer, self, hook)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.counts)
@@ -131,11 +136,11 @@ class Signals(pl.Callback):
                 os.kill(os.getpid(), getattr(signal, name))
 
 
-def run(folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None, saves_in: str = "", **options: Any) -> Any:
+def run(folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None, saves: Any = None, **options: Any) -> Any:
     """Return what a run ends with: the module's hash and the counts of its callbacks."""
     pl.seed_everything(0, verbose=False)
     module, counts = Marks(), [each for each in callbacks if isinstance(each, Counts)] or [Counts()]
-    module.saves_in = saves_in
+    module.saves = saves or {}
     everything = [*counts, *(each for each in callbacks if each not in counts), Last()]
     made = trainer(folder, callbacks=everything, **OPTIONS, **options)
     made.fit(module, lockstep.DataModule(train=samples(), val=samples()), ckpt_path=ckpt)
@@ -147,15 +152,14 @@ def undisturbed(folder: str) -> Any:
     return run(Path(folder) / "whole", batch_size=BATCH)
 
 
-def check(folder: Path, least: int, *callbacks: pl.Callback, **options: Any) -> None:
+def check(folder: Path, least: int, *callbacks: pl.Callback, files: str = "*", **options: Any) -> None:
     """Check that runs which continue from the checkpoints of a run end as a run that nobody has disturbed."""
-    files_of = {"batch_size": BATCH, **options}
     whole = undisturbed(str(folder.parent))
     with suppress(lockstep.Interrupted):
-        assert run(folder, *callbacks, **files_of) == whole, "saving changes nothing"
-    files = [*(folder / "all").glob("*"), *(folder / "checkpoints").glob("*.ckpt")]
-    assert len(files) >= least
-    for number, file in enumerate(files):
+        assert run(folder, *callbacks, batch_size=BATCH, **options) == whole, "saving changes nothing"
+    saved = [*(folder / "all").glob(files), *(folder / "checkpoints").glob("*.ckpt")]
+    assert len(saved) >= least
+    for number, file in enumerate(saved):
         layout: dict[str, Any] = {"strategy": "dp", "devices": 1 + number % 2}
         assert run(folder / "other", ckpt=file, batch_size=BATCH, **layout) == whole, file.name
 
@@ -173,35 +177,43 @@ def test_of_last_ckpt(tmp_path: Path, every: int) -> None:
     check(tmp_path, 1, Stops(), checkpoint_every=every)
 
 
-@pytest.mark.parametrize("step", [2, 3, 6])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("SIGTERM", 6), ("SIGUSR1", 3)),
+        *(
+            pytest.param(*each, marks=NIGHTLY)
+            for each in [("SIGTERM", 2), ("SIGTERM", 3), ("SIGUSR1", 2), ("SIGUSR1", 6)]
+        ),
+    ],
+)
 def test_of_signals(tmp_path: Path, name: str, step: int) -> None:
     check(tmp_path, 1, Signals(**{"SIGTERM": step + 1, name: step}))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every_n_train_steps": 1},
-        {"train_time_interval": timedelta(microseconds=1)},
-        {"monitor": "val_loss"},
-        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
-        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
-    ],
-    ids=["steps", "time", "validation", "end of epoch", "last validation"],
-)
-def test_of_lightnings_callback(tmp_path: Path, options: dict[str, Any]) -> None:
-    check(tmp_path, 2, ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, **options))
+@pytest.mark.parametrize("files", ["*=[46].ckpt", pytest.param("*", marks=NIGHTLY)])
+def test_of_lightnings_callback(tmp_path: Path, files: str) -> None:
+    """One run has all of them."""
+    cases: dict[str, dict[str, Any]] = {
+        "steps": {"every_n_train_steps": 1},
+        "time": {"train_time_interval": timedelta(microseconds=1)},
+        "validation": {"monitor": "val_loss"},
+        "end of epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        "last validation": {"mode": "max", "save_on_train_epoch_end": False},
+    }
+    saves = [
+        ModelCheckpoint(tmp_path / "all", f"{name} {{step}}", save_top_k=-1, **options)
+        for name, options in cases.items()
+    ]
+    check(tmp_path, 8, *saves, files=files)
 
 
-@pytest.mark.parametrize("hook", HOOKS_OF_STEPS)
-def test_of_a_users_callback(tmp_path: Path, hook: str) -> None:
-    check(tmp_path, 2, Counts(saves_in=hook))
-
-
-@pytest.mark.parametrize("hook", [*HOOKS_OF_MODULES, "validation_step"])
-def test_of_the_module(tmp_path: Path, hook: str) -> None:
-    check(tmp_path, 2, saves_in=hook)
+@pytest.mark.parametrize("first", [0, *(pytest.param(step, marks=NIGHTLY) for step in range(1, 7))])
+def test_of_hooks(tmp_path: Path, first: int) -> None:
+    """Each of a module and of a callback saves in another step."""
+    hooks = HOOKS_OF_STEPS, (*HOOKS_OF_MODULES, "validation_step")
+    of_callback, of_module = ({hook: (first + 5 * n) % 7 for n, hook in enumerate(each)} for each in hooks)
+    check(tmp_path, len(of_callback) + len(of_module), Counts(of_callback), saves=of_module)
 
 
 class Freezes(Net):
