@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,8 +42,8 @@ OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  
 SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
 QUICK = "(unit or ranks) and not nightly"
 ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", QUICK, f"--deselect={SLOWED}"]
-# Documents are not in mutants/, and quick has neither engines nor lab.
-TESTS = ("tests", *(f"--ignore=tests/{name}" for name in ("docs", "engines", "lab", "test_repo.py")))
+# Documents and examples are not in mutants/, and quick has neither engines nor lab.
+TESTS = ("tests", *(f"--ignore=tests/{name}" for name in ("docs", "engines", "examples", "lab", "test_repo.py")))
 SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
 SURVIVED = ("survived", "no test")
 COLUMNS = ("killed", "out of time", "survived", "no test", "same program")
@@ -125,8 +126,8 @@ class Calls:
             state()._stats.clear()
 
 
-def tests_of_functions(room: str) -> dict[str, dict[str, float]]:
-    """Return the tests that call each function, and their seconds, the fastest first; those of the room must pass."""
+def tests_of_functions(rooms: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the tests that call each function, and their seconds, the fastest first; those of the rooms must pass."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.json"
 
@@ -135,10 +136,12 @@ def tests_of_functions(room: str) -> dict[str, dict[str, float]]:
             calls = Calls()
             code = int(pytest.main([*ARGUMENTS, *TESTS], plugins=[calls]))
             file.write_text(json.dumps(calls.tests))
-            return code if code > 1 else any(test.startswith(f"tests/{room}/") for test in calls.failed)
+            return code if code > 1 else any(test.split("/")[1] in rooms for test in calls.failed)
 
-        if forked(work, math.inf):
-            raise SystemExit(f"tests/{room} must pass before anything is changed: make quick ARGS=tests/{room}")
+        if code := forked(work, math.inf):
+            if code > 1:
+                raise SystemExit(f"pytest can't run in mutants/, which lacks a file perhaps: its exit code is {code}")
+            raise SystemExit(f"the tests of {', '.join(rooms)} must pass in mutants/ before anything is changed")
         seconds_of: dict[str, dict[str, float]] = json.loads(file.read_text())
     return {name: dict(sorted(tests.items(), key=lambda test: test[1])) for name, tests in seconds_of.items()}
 
@@ -154,18 +157,13 @@ def tried(name: str, tests: Mapping[str, float]) -> str:
     return OUTCOMES.get(forked(work, seconds), "out of time") if tests else "no test"
 
 
-def try_room(room: str, drawn: Sequence[str]) -> dict[str, str]:
+def try_room(room: str, drawn: Sequence[str], tests: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
     """Return how each of some mutants of a room fares; a line at the end of mutants/ROOM.txt says so at once."""
-    os.nice(10)
-    os.chdir(FOLDER)
-    with Path(os.devnull).open("w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        pytest.main([*ARGUMENTS, "--collect-only", *TESTS])  # the forks need not import torch
-        tests, outcomes = tests_of_functions(room), {}
-        with (FOLDER / f"{room}.txt").open("a", buffering=1) as lines:
-            for name in drawn:
-                outcomes[name] = tried(name, tests.get(function_of(name), {}))
-                lines.write(f"{outcomes[name]}: {name}\n")
+    outcomes = {}
+    with (FOLDER / f"{room}.txt").open("a", buffering=1) as lines:
+        for name in drawn:
+            outcomes[name] = tried(name, tests.get(function_of(name), {}))
+            lines.write(f"{outcomes[name]}: {name}\n")
     return outcomes
 
 
@@ -217,7 +215,7 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
     lines = [
         "# Changes of the code that the tests notice",
         "",
-        "`make mutants` draws small changes of three rooms (a `+` for a `-`, a call without an argument), and runs for",
+        "`make mutants` draws small changes of some rooms (a `+` for a `-`, a call without an argument), and runs for",
         "each the tests of `make quick` that call the changed function. It wrote this page. A change that survives",
         "is a missing test, dead code, or the same program written otherwise. The last ones have their reason below,",
         "and do not count among those that could be noticed.",
@@ -268,8 +266,13 @@ def main() -> None:
         rooms = [(room, [name for name, how in last[room].items() if how in SURVIVED]) for room in options.rooms]
     for room in () if options.again else options.rooms:
         (FOLDER / f"{room}.txt").unlink(missing_ok=True)
+    os.nice(10)
+    os.chdir(FOLDER)
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
+        pytest.main([*ARGUMENTS, "--collect-only", *TESTS])  # the forks need not import torch
+    tests = tests_of_functions(options.rooms)
     with get_context("fork").Pool(2) as pool:
-        tried_now = pool.starmap(try_room, rooms, chunksize=1)
+        tried_now = pool.starmap(try_room, [(room, drawn, tests) for room, drawn in rooms], chunksize=1)
     outcomes = {room: last[room] | now for room, now in zip(options.rooms, tried_now, strict=True)}
     survivors = [name for of_room in outcomes.values() for name, how in of_room.items() if how == "survived"]
     changes = {name: change(shown(name)) for name in survivors}
