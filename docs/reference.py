@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from lockstep import HOMES
 from lockstep.config.pages import INHERITED
 from lockstep.programs.common.keys import KEY, rows
 
@@ -171,7 +172,8 @@ def _api(of: str) -> str:
     parts = []
     for name in of.split(", "):
         module, _, attribute = name.rpartition(".")
-        parts.append(_described(name, attribute, getattr(import_module(module), attribute)))
+        home = HOMES.get(attribute, module) if module == "lockstep" else module
+        parts.append(_described(name, attribute, getattr(import_module(home), attribute)))
     return "\n\n".join(parts)
 
 
@@ -195,7 +197,7 @@ def _signature(name: str, value: Any, without_self: bool = False) -> str:
     except ValueError:
         return ""
     arguments = [str(each) for key, each in signature.parameters.items() if not (without_self and key == "self")]
-    arguments = [re.sub(r"<[\w.]*?(\w+)(?: at 0x\w+)?>", r"\1", each.replace("typing.", "")) for each in arguments]
+    arguments = [re.sub(r"<[\w.]*?(\w+)(?: at 0x\w+)?>", r"\1", _short(each)) for each in arguments]
     result = signature.return_annotation
     end = "" if result in (inspect.Signature.empty, None) or inspect.isclass(value) else f" -> {_name(result)}"
     line = f"{name}({', '.join(arguments)}){end}"
@@ -205,7 +207,12 @@ def _signature(name: str, value: Any, without_self: bool = False) -> str:
 
 
 def _name(annotation: Any) -> str:
-    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+    return annotation.__name__ if inspect.isclass(annotation) else _short(str(annotation))
+
+
+def _short(text: str) -> str:
+    """Return an argument without the modules of its types, and without the quotation marks of types in quotes."""
+    return re.sub(r"\b([a-z_]\w*\.)+(?=[A-Z])", "", re.sub(r": '([^']*)'", r": \1", text))
 
 
 def _docstring(value: Any) -> str:
