@@ -4,10 +4,9 @@ The run's folder gets the new config after the first step, because nothing is re
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -30,8 +29,6 @@ from lockstep.launch.environment import Environment, environment
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 from lockstep.text import join_names
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 LOG = logging.getLogger("lockstep")
 # Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
@@ -135,23 +132,6 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
 # --- whether the checkpoint fits, and what has changed ---
 
 
-def _reads_a_record(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Wrap a function so that a record with another structure, a forged one, is refused in a line."""
-
-    @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            wrong = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-            raise CheckpointError(
-                f"the checkpoint is not as a run of this version saves it ({wrong}): {NEW_RUN}"
-            ) from error
-
-    return call
-
-
-@_reads_a_record
 def check_checkpoint_fits(
     path: str,
     checkpoint: Mapping[str, Any],
@@ -237,7 +217,6 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
 
 
-@_reads_a_record
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint."""
     if not checkpoint:

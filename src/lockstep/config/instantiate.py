@@ -48,7 +48,8 @@ def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] =
         UserError: the target is missing, does not take the config's keys, or raises an error, see `call`.
     """
     target = locate(f"{key}._target_", str(config.get("_target_")))
-    takes, takes_any = _signature(target)
+    taken, takes_any = _arguments(target)
+    takes = set(taken)
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = {name: value for name, value in config.items() if name not in HYDRA_KEYS}
     if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
@@ -64,7 +65,7 @@ def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] =
         )
     arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
     if yielding:
-        takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
+        takes -= {name for name, value in defaults(target).items() if value is not None and name in yielding}
     if is_user_code(getattr(sys.modules.get(target.__module__), "__file__", None) or "<"):
         _refuse_letters(key, target, arguments)
     if target.__module__.startswith(ANNOTATED) and not target.__module__.startswith(CHECKED):
@@ -131,22 +132,15 @@ def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> 
     An annotation of another library may be wrong while the call works. So options of other libraries are only checked
     after an error.
     """
-    for maker in _makers(target):
-        try:
-            kinds = get_type_hints(maker)
-        except Exception:  # the annotation uses names that are imported for type checkers only
-            continue
-        for name in (name for name in arguments if name in kinds):
-            with suppress(PydanticUserError):  # pydantic can't validate this type
-                checker(kinds[name])(f"{key}.{name}", arguments[name])
+    kinds = _annotations(target)
+    for name in (name for name in arguments if name in kinds):
+        with suppress(PydanticUserError):  # pydantic can't validate this type
+            checker(kinds[name])(f"{key}.{name}", arguments[name])
 
 
 def _refuse_letters(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse a string for an option of a user's code that is a list: it would be a list of its letters."""
-    kinds: dict[str, Any] = {}
-    for maker in reversed(_makers(target)):
-        with suppress(Exception):  # the annotation uses names that are imported for type checkers only
-            kinds |= get_type_hints(maker)
+    kinds = _annotations(target)
     for name, value in arguments.items():
         if isinstance(value, str) and _is_list(kinds.get(name)):
             raise UserError(f"{key}.{name}={value}: must be a list: use {key}.{name}=[{value}]")
@@ -160,37 +154,40 @@ def _is_list(kind: Any) -> bool:
 
 
 def parameters(target: Any) -> set[str]:
-    """Return the names of the arguments that a class or function takes.
-
-    A class whose constructor has `**kwargs` also takes the arguments of its base class.
-    """
-    return _signature(target)[0]
+    """Return the names of the arguments that a class or function takes; see `_arguments`."""
+    return set(_arguments(target)[0])
 
 
 def defaults(target: Any) -> dict[str, Any]:
-    """Return the arguments of a class or function that have a default, with it. See `parameters`."""
-    values: dict[str, Any] = {}
-    for maker in reversed(_makers(target)):  # the class's own constructor comes last
-        for parameter in inspect.signature(maker).parameters.values():
-            values.pop(parameter.name, None)
-            if parameter.default is not parameter.empty:
-                values[parameter.name] = parameter.default
-    return {name: values[name] for name in parameters(target) if name in values}
+    """Return the arguments of a class or function that have a default, with it; see `_arguments`."""
+    return {name: each.default for name, each in _arguments(target)[0].items() if each.default is not each.empty}
 
 
-def _signature(target: Any) -> tuple[set[str], bool]:
-    """Return the names of the arguments that a class or function takes, and whether it takes any other name too."""
+def _arguments(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the arguments that a class or function takes, by name, and whether it takes any other name too.
+
+    A class whose constructor has `**kwargs` also takes the arguments of its base class.
+    """
     makers = _makers(target)
-    names: set[str] = set()
+    taken: dict[str, inspect.Parameter] = {}
     for number, maker in enumerate(makers):
         signature = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        new = {parameter.name for parameter in signature if parameter.kind in kinds} - names - {"self"}
-        names |= new
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):
+        new = {each.name: each for each in signature if each.kind in kinds and each.name not in ("self", *taken)}
+        taken |= new
+        if not any(each.kind is each.VAR_KEYWORD for each in signature):
             # If this base class takes no arguments, the subclass uses its `**kwargs` itself.
-            return names, number > 0 and not new
-    return names, len(makers) == 1  # without a base class, `**kwargs` takes any name
+            return taken, number > 0 and not new
+    return taken, len(makers) == 1  # without a base class, `**kwargs` takes any name
+
+
+def _annotations(target: Any) -> dict[str, Any]:
+    """Return the types of the arguments of a class or function, and of its base classes, by name."""
+    kinds: dict[str, Any] = {}
+    for maker in reversed(_makers(target)):  # the class's own constructor comes last
+        with suppress(Exception):  # the annotation uses names that are imported for type checkers only
+            kinds |= get_type_hints(maker)
+    return kinds
 
 
 def _makers(target: Any) -> list[Any]:
