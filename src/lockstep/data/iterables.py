@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.arithmetic.order import hash64
 from lockstep.data.datasets import set_epoch_of
-from lockstep.data.repeats import digest_of_batch
+from lockstep.data.repeats import changed_number, digest_of_batch, numbers_of
 from lockstep.data.seeding import Generators, seed_all
 from lockstep.errors import StepRefused, UserError
 
@@ -100,11 +100,9 @@ class StreamSamples:
 
     def _check_unchanged(self) -> None:
         """Check that reading has not changed the data set."""
-        now = dict(_numbers(self._copy))
-        changed = [name for name, value in self._before.items() if now.get(name, value) != value]
-        if changed:
+        if name := changed_number(self._before, numbers_of(self._copy, Dataset, (int, float))):
             raise UserError(
-                f"{self._name} changes its {changed[0]} while it is read: a run that is resumed could not read the "
+                f"{self._name} changes its {name} while it is read: a run that is resumed could not read the "
                 "same samples again: let them follow from set_epoch(epoch), or from random numbers, which are seeded"
             )
 
@@ -125,7 +123,7 @@ class StreamSamples:
                 "__iter__ open what it reads"
             ) from error
         set_epoch_of(copied, self._epoch)
-        self._before = dict(_numbers(copied))
+        self._before = numbers_of(copied, Dataset, (int, float))
         self._copy, self._generators = copied, Generators(copied)
         self._generators.search()
         self._remembered.clear()
@@ -175,16 +173,3 @@ class StreamSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stream": None, "_remembered": {}, "_copy": None, "_generators": None}
-
-
-def _numbers(dataset: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a data set's attributes that are numbers, also of data sets inside it."""
-    attributes: dict[str, Any] = {}
-    for holder in (*type(dataset).__mro__[::-1], dataset):
-        attributes |= vars(holder)
-    for name, value in attributes.items():
-        if isinstance(value, int | float):
-            yield above + name, value
-        for number, part in enumerate(value if isinstance(value, list | tuple) else [value]):
-            if isinstance(part, Dataset):
-                yield from _numbers(part, f"{above}{name}[{number}]." if part is not value else f"{above}{name}.")

@@ -1,10 +1,11 @@
-"""The judge of samples: whether a sample is the same when it is fetched again."""
+"""The judge of samples: whether a sample is the same when it is fetched again, and what has changed that gives them."""
 
 import hashlib
 import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -106,3 +107,39 @@ def digest_of_batch(batch: Any) -> str:
         else:
             waiting += vars(value).values() if hasattr(value, "__dict__") else []
     return digest.hexdigest()
+
+
+def numbers_of(owner: Any, inner: type, kinds: tuple[type, ...], above: str = "") -> dict[str, Any]:
+    """Return the numbers of a sampler or an iterable data set by their names, also those of its class.
+
+    Args:
+        owner: the object.
+        inner: the class of objects in it, and in its lists, whose numbers are returned too.
+        kinds: the types of numbers, and of what has some.
+        above: what comes before the names.
+    """
+    numbers: dict[str, Any] = {}
+    holders = (*type(owner).__mro__[::-1], owner)
+    attributes = {name: value for holder in holders for name, value in getattr(holder, "__dict__", {}).items()}
+    for name, value in attributes.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not any(isinstance(part, inner) for part in parts):
+            if isinstance(value, kinds) and not name.startswith("__"):  # Python's, and the notes of Lightning
+                numbers[above + name] = value
+            continue
+        for number, part in enumerate(parts):
+            place = f"{above}{name}." if part is value else f"{above}{name}[{number}]."
+            numbers |= numbers_of(part, inner, kinds, place) if isinstance(part, inner) else {}
+    return numbers
+
+
+def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first name of which two results of `numbers_of` have other numbers; empty if there is none."""
+
+    def same(one: Any, other: Any) -> bool:
+        try:
+            return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+        except (TypeError, ValueError):  # they do not form arrays
+            return True
+
+    return next((name for name in before if name in now and not same(before[name], now[name])), "")

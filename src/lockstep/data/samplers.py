@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lockstep.arithmetic.order import DataOrder, hash64, order_of_uses
+from lockstep.data.repeats import changed_number, numbers_of
 from lockstep.data.seeding import seed_all
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
 
+WITH_NUMBERS = (Tensor, np.ndarray, list, tuple, int, float)
 MOST_IDS = 1 << 28  # of an epoch, of a sampler that has no length
 
 
@@ -85,7 +87,7 @@ class Draws:
         first = self._copy(self._first)
         for each in (self.sampler, first):
             _set_epoch(each, epoch)
-        if name := _changed(first, self.sampler):
+        if name := changed_number(*(numbers_of(each, Sampler, WITH_NUMBERS) for each in (first, self.sampler))):
             raise UserError(
                 f"{self._name} whose {name} was changed during training: a run that is resumed could not draw the same "
                 "order again: let the order follow from set_epoch(epoch)"
@@ -232,25 +234,3 @@ def _find_shared(sampler: Any, shared: dict[int, Any]) -> None:
             shared[id(value)] = value
         elif isinstance(value, Sampler) and id(value) not in shared:
             _find_shared(value, shared)
-
-
-def _changed(before: Any, now: Any) -> str:
-    """Return the name of an attribute of a sampler with numbers that has changed, or of one inside it; "" if none."""
-    old, new = getattr(before, "__dict__", {}), getattr(now, "__dict__", {})
-    for name in old.keys() & new.keys():
-        if name.startswith("__pl_"):  # Lightning notes the arguments of samplers that are made in hooks of its own
-            continue
-        one, other = old[name], new[name]
-        if isinstance(one, Sampler) and isinstance(other, Sampler):
-            if inner := _changed(one, other):
-                return f"{name}.{inner}"
-        elif isinstance(one, Tensor | np.ndarray | list | tuple | int | float) and not _same(one, other):
-            return name
-    return ""
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return bool(np.array_equal(np.asarray(one), np.asarray(other)))
-    except (TypeError, ValueError):  # they do not form arrays
-        return True
