@@ -325,10 +325,12 @@ class DrawnTogether(Items):
         return torch.stack(images) + shifts, torch.stack(labels)
 
 
-class OtherLabels(Items):
-    @property
-    def labels(self) -> Any:  # type: ignore[override]
-        return np.random.default_rng().permutation(LABELS)
+class OtherLengths(Items):
+    asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return len(LABELS) - self.asked % 2
 
 
 class TurnedLabels(Items):

@@ -211,7 +211,7 @@ def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, co
     dataset = arrays(24)
     dataset.labels = torch.tensor([0] * 23 + [1])
     on = layout(1, 24, 1)
-    actual = first_batch(replace(splits(dataset), balanced=balanced), on, 3)
+    actual = first_batch(replace(splits(dataset), labels=dataset.labels.numpy() if balanced else None), on, 3)
     for epoch in range(2):
         labels = labels_of(actual.train)[actual.order(on, 3).encoded_ids(epoch) % 24]
         assert np.bincount(labels).tolist() == counts

@@ -129,7 +129,7 @@ class CustomLoss(SmallCNN):
 def weighted(weights: Any, y: Tensor, kind: type[SmallCNN] = SmallCNN, balanced: bool = False, **options: Any) -> Any:
     """Return a classifier in a step whose samples have the labels `y`."""
     model = kind(**task(class_weights=weights, num_classes=3, **options))
-    splits = SimpleNamespace(balanced=balanced, train_labels=y.numpy)
+    splits = SimpleNamespace(labels=y.numpy() if balanced else None, train_labels=y.numpy)
     data = SimpleNamespace(labels_of_step=lambda step_batch: y.numpy(), splits=splits)
     trainer: Any = SimpleNamespace(datamodule=data)
     model.class_weights.setup(trainer, model, "fit")

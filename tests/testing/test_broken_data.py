@@ -25,8 +25,8 @@ class TestSound(DataTests):
     overrides = overrides("sound")
 
 
-def splits(train: Any, val: Any = None, spec: Spec = SPEC, balanced: bool = False) -> Splits:
-    return Splits(train, val, None, spec, "", balanced=balanced)
+def splits(train: Any, val: Any = None, spec: Spec = SPEC) -> Splits:
+    return Splits(train, val, None, spec, "")
 
 
 IMAGES_TEST, LABELS_TEST = "images_are_as_the_spec_has_them", "labels_are_in_range"
@@ -51,7 +51,7 @@ FAULTS = [
     (LABELS_TEST, splits(ArrayDataset(IMAGES, LABELS - 1)), "sample 0 of train has the label -1"),
     (LABELS_TEST, splits(broken_code.TurnedLabels()), "sample 0 of train has another label than its entry in .*labels"),
     (LABELS_TEST, splits(broken_code.FloatLabels()), r"is torch.float32 \[16\]: .*set test_labels_are_in_range = None"),
-    (ORDER, splits(broken_code.OtherLabels(), balanced=True), "of a step differ when .*must always return the same"),
+    (ORDER, splits(broken_code.OtherLengths()), "of a step differ when .*must always return the same"),
     (KEYED, splits(broken_code.Unseeded()), r"another one when it is fetched again: .*numpy.random.default_rng\(\)"),
     (KEYED, splits(broken_code.DrawsNothing()), "another one when it is fetched again: .*uses_random_numbers = False"),
     (KEYED, splits(broken_code.Counted()), "another one when it is fetched again: .*keep no state between calls"),

@@ -340,10 +340,11 @@ class AtomicCheckpointIO(CheckpointIO):
         number: how many additional checkpoints to keep of it (see `keep_step_checkpoint`).
         ranks: rank zero and the ranks that keep copies.
         timeout: seconds that ranks wait for each other to send a copy, or to write their parts; then the write fails.
-        loaded: the content of the checkpoint from which the run continues, if there is one. The first
-            `load_checkpoint` returns it.
+        loaded: see the attribute.
 
     Attributes:
+        loaded: the content of the checkpoint from which the run continues, which the next `load_checkpoint` returns;
+            None: it reads the file.
         loaded_step: the optimizer step of the checkpoint that was loaded last.
         keeps_copies: whether this rank writes copies of rank zero's files.
         has_copies: whether any rank does, since its machine does not see the run's folder.
@@ -359,7 +360,7 @@ class AtomicCheckpointIO(CheckpointIO):
         timeout: float = 300.0,
         loaded: dict[str, Any] | None = None,
     ) -> None:
-        self._observers, self._loaded = observers, loaded
+        self._observers, self.loaded = observers, loaded
         self._last, self._number = last, number
         self._timeout = timedelta(seconds=timeout)
         self._group = dist.new_group(list(ranks), self._timeout, "gloo") if len(ranks) > 1 else None
@@ -375,11 +376,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the Trainer needs: it has a thread of its own, and nothing that waits to be written."""
         self.wait()
-        return {**self.__dict__, "_writer": None, "_loaded": None}
-
-    def expect(self, content: dict[str, Any]) -> None:
-        """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
-        self._loaded = content
+        return {**self.__dict__, "_writer": None, "loaded": None}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that memory holds one copy of the state at most
@@ -516,7 +513,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         checkpoint = self._load(path, whole=True)
-        fill(checkpoint, path, broadcast=True)  # what `expect` has got may lack tensors
+        fill(checkpoint, path, broadcast=True)  # `loaded` may lack tensors
         return checkpoint
 
     def load_parts(self, path: str | Path) -> dict[str, Any]:
@@ -532,7 +529,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def _load(self, path: str | Path, whole: bool) -> dict[str, Any]:
         self.wait()  # the file may be one that is being written
         self._note_parts(Path(path).parent)
-        loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
+        loaded, self.loaded = self.loaded, None  # it is large, so drop the reference
         checkpoint = load(path, broadcast=True, whole=whole) if loaded is None else loaded
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint

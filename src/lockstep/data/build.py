@@ -103,7 +103,6 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
         source.spec,
         fingerprint=hashlib.sha256("".join(parts).encode()).hexdigest(),
         augment=Augment(**(group.get("augment") or {})),
-        balanced=sampling is not None,
         about=about,
         split_by_opener=source.split_by_opener,
         labels=read_labels(train) if sampling else None,

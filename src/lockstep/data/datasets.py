@@ -77,9 +77,12 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
-def innermost_dataset(dataset: Any) -> Any:
-    """Return the data set inside all `Subset`s. Do not open a class derived from Subset: it may change samples."""
-    while type(dataset) is Subset:
+def innermost_dataset(dataset: Any, *others: type) -> Any:
+    """Return the data set inside all `Subset`s and objects of `others`.
+
+    Do not open a class derived from Subset: it may change samples.
+    """
+    while type(dataset) in (Subset, *others):
         dataset = dataset.dataset
     return dataset
 

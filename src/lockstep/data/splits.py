@@ -182,8 +182,8 @@ class Splits:
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
         content: see `content_of`; None: unknown.
         augment: shifts and flips of training images.
-        balanced: whether an epoch has equally many samples of each class.
-        labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
+        labels: for balanced sampling, the class of each training sample, int64 [n]: an epoch has equally many samples
+            of each class. None: other sampling.
         weights: see `Split`.
         window: see `Source`.
         shard_borders: with a window, those of the training set, see `ShardedDataset`.
@@ -202,7 +202,6 @@ class Splits:
     spec: Spec = NO_IMAGES
     fingerprint: str = ""
     augment: Augment = field(default_factory=Augment)
-    balanced: bool = False
     mix: Any = None
     about: str = ""
     split_by_opener: bool = False
@@ -225,10 +224,10 @@ class Splits:
         return [name for name in self.loaders if name.partition(".")[0] == part] if self.loaders else [part]
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""
+        """Return the order of the training samples for a layout."""
         if self.window is not None and self.shard_borders is not None:
             return StreamOrder(len(self.train), layout, seed, shard_borders=self.shard_borders, window=self.window)
-        return self.split("train").order(layout, seed, self.train_labels() if self.balanced else None)
+        return self.split("train").order(layout, seed, self.labels)
 
     def train_labels(self) -> Ids:
         """Return the labels of the training samples, int64 [n]; raise what `labels_of` raises."""

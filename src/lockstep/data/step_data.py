@@ -33,7 +33,7 @@ from lockstep.data.loaders import (
     set_up_loader_process,
 )
 from lockstep.data.repeats import Repeats
-from lockstep.data.splits import NO_IMAGES, Split, Splits
+from lockstep.data.splits import LOADERS, NO_IMAGES, Split, Splits
 from lockstep.errors import UserError
 from lockstep.launch.machine import cores_per_worker, most_loader_processes
 from lockstep.launch.process_lifetime import refuse_daemon
@@ -43,12 +43,7 @@ from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
-READ_BY = {  # the part of the data that the loaders of a loop read
-    "train_dataloader": "train",
-    "val_dataloader": "val",
-    "test_dataloader": "test",
-    "predict_dataloader": "test",
-}
+READ_BY = {name: part for names in LOADERS.values() for part, name in names.items()}  # the loaders of a loop: the part
 
 
 class StepData(pl.LightningDataModule):

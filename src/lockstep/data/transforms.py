@@ -17,7 +17,7 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard devia
 TRIED = 8  # samples that are made before a run begins
 
 
-class _Transformed:
+class Transformed:
     """A data set with transforms: its samples `(image, ...)` become `(tensor [C, H, W], ...)`.
 
     Args:
@@ -92,14 +92,7 @@ def transformed(dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: s
         return dataset
     if type(dataset) is Subset:
         return Subset(transformed(dataset.dataset, transforms, key), dataset.indices)
-    return _Transformed(dataset, transforms, key)
-
-
-def untransformed(dataset: Any, in_subsets: bool = False) -> Any:
-    """Return the data set without transforms, and if `in_subsets` that inside all `Subset`s."""
-    while type(dataset) is _Transformed or (in_subsets and type(dataset) is Subset):
-        dataset = dataset.dataset
-    return dataset
+    return Transformed(dataset, transforms, key)
 
 
 def image_of(dataset: Any) -> Tensor:

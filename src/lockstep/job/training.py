@@ -306,4 +306,4 @@ def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
     """Return splits whose training set is the run's first batch, so that every step has these samples."""
     first = splits.order(layout, seed).step(0, 0)
     train: Any = Subset(splits.train, first)  # type: ignore[arg-type]
-    return replace(splits, train=train, balanced=False, labels=None, weights=None, window=None)
+    return replace(splits, train=train, labels=None, weights=None, window=None)

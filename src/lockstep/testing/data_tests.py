@@ -112,10 +112,7 @@ class DataTests:
     def test_the_order_of_a_step_is_a_pure_function(self, splits: Splits) -> None:
         """Check that the samples of a step follow from seed, epoch and step, whatever was computed before."""
         if len({len(splits.train) for _ in range(3)}) > 1 or steps(splits) != steps(splits, backwards=True):
-            fail(
-                "the samples of a step differ when they are computed again: __len__ and the attribute `labels` or "
-                "`targets` must always return the same"
-            )
+            fail("the samples of a step differ when they are computed again: __len__ must always return the same")
 
     def test_a_sample_follows_from_seed_epoch_and_number(self, splits: Splits) -> None:
         """Check that a training sample with its transforms is the same alone, in a batch, and fetched again."""

@@ -294,7 +294,7 @@ class ProgramRun(Run):
         changes = check_fits(path, content, record["trainer"], compared_weights(model), limits, must_stay, ANEW)
         if changes:
             rank_zero_info(f"changed since the checkpoint: {', '.join(changes)}")
-        self.checkpoint_io.expect(content)
+        self.checkpoint_io.loaded = content
 
     def _join(self, timeout: timedelta | None) -> None:
         """Join the process group of the workers that an engine has started. None: it has the usual timeout.

@@ -40,7 +40,7 @@ class ClassWeights(Callback):
             return
         weights = self.choice
         if weights == "balanced":
-            if data.splits.balanced:
+            if data.splits.labels is not None:
                 both = "model.class_weights=balanced and data.sampling=balanced both balance the classes"
                 raise UserError(f"{both}: leave one of them out")
             counts = torch.from_numpy(data.splits.train_labels()).bincount(minlength=self.num_classes)

@@ -217,7 +217,7 @@ def test_a_run_without_exact_on_its_layout(run_train: Program) -> None:
     folder = run_train(*job).folder
     config = check(composed(*job))
     splits = open_data(config.data, config.data_dir, config.seed)
-    orders = [each.order(config.layout, config.seed) for each in (splits, replace(splits, balanced=False))]
+    orders = [each.order(config.layout, config.seed) for each in (splits, replace(splits, labels=None))]
     taken, plain = (samples_sha256(order, 0, 5) for order in orders)
     assert ledger(folder)[1]["samples_sha256"] == taken != plain, "of the samples that the run took"
     assert [*step_checkpoints(folder / "checkpoints")] == [20, 24]
