@@ -133,6 +133,7 @@ def test_an_editable_checkout(python: Path, checkout: Path, tmp_path: Path) -> N
     assert set_up(project, python) == "2"
 
 
+@pytest.mark.nightly
 def test_a_wheel(python: Path, checkout: Path, tmp_path: Path) -> None:
     file = wheel(checkout, tmp_path / "one")
     environment = installed(python, tmp_path / "env", file)

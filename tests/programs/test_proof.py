@@ -18,6 +18,7 @@ SAME = dict.fromkeys(LAYOUTS, "a")
 
 @recorded
 @here
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_three_runs_have_the_recorded_weights() -> None:
     done = forked("lockstep proof")

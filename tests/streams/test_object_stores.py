@@ -417,7 +417,8 @@ def test_shards_are_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
     assert part.read_ahead == 2 * shard_cache.FIRST_AHEAD
 
 
-def _read_in_process(part: Any, results: Any) -> None:
+def _read_in_process(part: Any, begin: Any, results: Any) -> None:
+    begin.wait()
     results.put([float(image.float().mean()) for image, _ in samples(part)])
 
 
@@ -429,11 +430,11 @@ def test_processes_share_a_cache_and_fetch_each_shard_once(web: WebServer, tmp_p
     web.sent.clear()
     web.latency = 0.05
     context = get_context("spawn")  # a fork of pytest would have the locks of its threads
-    results = context.Queue()
-    processes = [context.Process(target=_read_in_process, args=(part, results)) for _ in range(4)]
+    begin, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_read_in_process, args=(part, begin, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert [results.get(timeout=300) for _ in processes] == [expected] * 4
+    assert [results.get(timeout=300) for _ in processes] == [expected] * 2
     for process in processes:
         process.join()
     names = [f"train-{number:05}.tar" for number in range(3)]

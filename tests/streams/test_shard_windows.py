@@ -104,23 +104,22 @@ def test_known_classes_keep_the_places(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_one_hash_on_every_layout_killed_and_resumed_on_others(folder: Path, tmp_path: Path) -> None:
-    """Killed on one, two and three ranks and on dp, each time resumed on another. The controls are other orders."""
+    """Killed on two and three ranks and on dp, each time resumed on another. The control is another order."""
     data_dir = f"data_dir={write_shards(folder, tmp_path / 'shards', 'tar', count=7)}"
     undisturbed = Program(tmp_path / "undisturbed")(*RUN, data_dir).summary
-    layouts = ["strategy=ddp devices=2", "strategy=ddp devices=3", "strategy=dp devices=2", "strategy=auto devices=1"]
-    for number, kills in enumerate(([2, 4, 7], [6])):
-        outputs = tmp_path / f"killed{number}"
-        start = Program(outputs, "tests/faults.py")
-        arguments: tuple[str, ...] = (*RUN, data_dir)
-        for turn, step in enumerate(kills):
-            on = layouts[(2 * number + turn) % 4].split()
-            run = start(*arguments, *on, env={"FAULT": f"kill@saved:{step}"}, ok=False)
-            assert run.returncode == -signal.SIGKILL, str(run)
-            arguments = ("resume=last",)
-        on = layouts[(2 * number + len(kills)) % 4].split()
-        end = start(*arguments, *on).summary
-        assert end["weights_sha256"] == undisturbed["weights_sha256"]
-        assert (end["steps"], end["samples_seen"]) == (undisturbed["steps"], undisturbed["samples_seen"]) == (15, 126)
+    start = Program(tmp_path / "killed", "tests/faults.py")
+    arguments: tuple[str, ...] = (*RUN, data_dir)
+    for step, *on in (
+        (2, "strategy=ddp", "devices=2"),
+        (4, "strategy=ddp", "devices=3"),
+        (7, "strategy=dp", "devices=2"),
+    ):
+        run = start(*arguments, *on, env={"FAULT": f"kill@saved:{step}"}, ok=False)
+        assert run.returncode == -signal.SIGKILL, str(run)
+        arguments = ("resume=last",)
+    end = start(*arguments, "strategy=auto", "devices=1").summary
+    assert end["weights_sha256"] == undisturbed["weights_sha256"]
+    assert (end["steps"], end["samples_seen"]) == (undisturbed["steps"], undisturbed["samples_seen"]) == (15, 126)
     control = Program(tmp_path / "control")(*RUN, data_dir, "data.window=3").summary
     assert control["weights_sha256"] != undisturbed["weights_sha256"]
 
