@@ -23,7 +23,7 @@ from lockstep.guards.losses import HALF, MIN_DIFFERENCE, Losses, WeightedMeans, 
 from lockstep.step.batch import repeated
 from lockstep.step.outputs import outputs_of
 from lockstep.step.strategy import seed_python_and_numpy
-from lockstep.step.trial import Saved, generator_states, peeked_iterators, trial_passes
+from lockstep.step.trial import Saved, generator_states, modes_restored, peeked_iterators, trial_passes
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -190,14 +190,11 @@ class _Trial:
     @contextmanager
     def _in_evaluation(self, *kinds: type[nn.Module]) -> Iterator[None]:
         """Return a context in which layers of these kinds are in evaluation mode; without a kind, all layers."""
-        layers = [each for each in self.module.modules() if each.training and (not kinds or isinstance(each, kinds))]
-        for layer in layers:
-            layer.training = False
-        try:
+        with modes_restored(self.module):
+            for layer in self.module.modules():
+                if not kinds or isinstance(layer, kinds):
+                    layer.training = False
             yield
-        finally:
-            for layer in layers:
-                layer.training = True
 
     def parameters(self) -> Iterator[Finding]:
         """Check that a pass leaves the trained parameters as they are.

@@ -19,6 +19,7 @@ from lockstep.config.run_length import smallest_piece
 from lockstep.data import Splits
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
+from lockstep.step.trial import modes_restored
 
 
 def check_batch_norms(config: Config, splits: Splits, module: pl.LightningModule) -> None:
@@ -41,11 +42,10 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
         seen.append(args[0].numel() // args[0].shape[1])
 
     parameter = next((each for each in module.parameters() if each.is_floating_point()), None)
-    modes = {each: each.training for each in module.modules()}
     hooks = [layer.register_forward_pre_hook(see) for layer in layers]
-    module.eval()
     try:
-        with torch.no_grad(), isolate_rng(include_cuda=False):
+        with modes_restored(module), torch.no_grad(), isolate_rng(include_cuda=False):
+            module.eval()
             x = fetch(splits.train, np.zeros(1, dtype=np.int64))[0]
             if isinstance(x, Tensor) and (x.dtype == torch.uint8 or x.is_floating_point()) and parameter is not None:
                 x = x.to(parameter)
@@ -55,8 +55,6 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
     finally:
         for hook in hooks:
             hook.remove()
-        for each, mode in modes.items():
-            each.training = mode
     return min(seen, default=0)
 
 

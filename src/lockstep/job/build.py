@@ -46,6 +46,7 @@ from lockstep.launch.process_group import broadcast_from_rank_zero
 from lockstep.report.loggers import make_loggers
 from lockstep.report.report_lines import headline
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
+from lockstep.step.trial import modes_restored
 from lockstep.trainer.parts import (
     callbacks_of,
     rank_of_replica,
@@ -140,18 +141,14 @@ def initialise_lazy_layers(setting: str, module: pl.LightningModule, splits: Spl
     if not lazy_names():
         return
     reason = "its forward does not use them"
-    modes = {each: each.training for each in module.modules()}
     try:
-        with torch.no_grad(), isolate_rng(include_cuda=False):
+        with modes_restored(module), torch.no_grad(), isolate_rng(include_cuda=False):
             x = sample_images(splits)
             pl.seed_everything(seed, workers=False, verbose=False)
             module.eval()
             module(x)
     except Exception as error:
         reason = f"a forward pass of one sample fails ({type(error).__name__}: {error})".partition("\n")[0]
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
     if left := lazy_names():
         raise UserError(f"{setting}: the sizes of its lazy layers are unknown, since {reason}: give {left[0]} a size")
 

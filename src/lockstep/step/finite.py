@@ -19,7 +19,7 @@ from lockstep.step.batch import MicroBatch, repeated
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.hook import StepHook
 from lockstep.step.step import Step
-from lockstep.step.trial import trial_passes
+from lockstep.step.trial import modes_restored, trial_passes
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -264,10 +264,9 @@ def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool)
     twice.
     """
     module, wrong = step.module, []
-    modes = [(layer, layer.training) for layer in module.modules()]
     usable = all(bool(buffer.isfinite().all()) for buffer in module.buffers())
     try:
-        with trial_passes(module, step.trainer, compiled), torch.no_grad():
+        with modes_restored(module), trial_passes(module, step.trainer, compiled), torch.no_grad():
             module.train(not usable)
             batch = step.prepared(micro_batch)
             for row, sample in enumerate(micro_batch.ids):
@@ -277,9 +276,6 @@ def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool)
     except Exception as error:  # a module may need larger batches
         LOG.debug("the sample whose loss is not finite is unknown: %s", error)
         return [int(sample) for sample in micro_batch.ids]
-    finally:
-        for layer, training in modes:
-            layer.training = training
     return wrong
 
 

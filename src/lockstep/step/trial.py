@@ -69,6 +69,17 @@ def without_traces(module: nn.Module, trainer: Any = None) -> Iterator["SavedAtt
 
 
 @contextmanager
+def modes_restored(module: nn.Module) -> Iterator[None]:
+    """Return a context after which each layer of a module is in training or evaluation mode as before."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training
+
+
+@contextmanager
 def _without_breakpoints() -> Iterator[None]:
     """Let `breakpoint()` do nothing: it would show some samples of a piece, and not the first step."""
     hook, sys.breakpointhook = sys.breakpointhook, lambda *_, **__: None

@@ -44,6 +44,7 @@ from lockstep.step.outputs import Outputs
 from lockstep.step.passes import StepPasses
 from lockstep.step.step import Step
 from lockstep.step.strategy import T, generators, proxy
+from lockstep.step.trial import modes_restored
 
 LOG = logging.getLogger("lockstep")
 TIMED_PASSES = 3  # forward passes in which each part is timed; the shortest time is used
@@ -144,10 +145,9 @@ class StagedStrategy(StepStrategy, DDPStrategy):
         Raises:
             UserError: The parts, called one after the other, don't give the result of `forward`.
         """
-        modes = [(layer, layer.training) for layer in model.modules()]
-        model.eval()
         seconds, reason = [math.inf] * len(parts), ""
-        with torch.no_grad(), self.precision_plugin.forward_context():
+        with modes_restored(model), torch.no_grad(), self.precision_plugin.forward_context():
+            model.eval()
             x = y = self._example(model)
             wanted = model.forward(x.clone())
             try:
@@ -165,8 +165,6 @@ class StagedStrategy(StepStrategy, DDPStrategy):
         if reason or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
             what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){reason}"
             raise UserError(f"strategy=pipeline: {what}: stages() must return all parts, in order")
-        for layer, training in modes:
-            layer.training = training
         return seconds
 
     def _example(self, model: Any) -> Any:
