@@ -23,6 +23,19 @@ from lockstep.step.batch import StepBatch
 from lockstep.vision.models import FastCNN, ResNet9, SmallCNN, SmallResNet18
 from lockstep.vision.schedules import cosine
 
+GENERATED = ("data=synthetic", "data.num_classes=3", "data.channels=3")
+TASK_ROWS = {  # each task but the classification, with a small net and generated images
+    "multi_label": (
+        *("model=multi_label", "model.arch=mobilenet_v3_small"),
+        *(*GENERATED, "data.task=multi_label", "data.image_size=40"),
+    ),
+    "regression": (
+        *("model=regression", "model.arch=mobilenet_v3_small"),
+        *(*GENERATED, "data.task=regression", "data.image_size=40"),
+    ),
+    "segmentation": ("model=segmentation", *GENERATED, "data.task=segmentation", "data.image_size=32"),
+}
+
 
 class Model(pl.LightningModule):
     def __init__(self) -> None:

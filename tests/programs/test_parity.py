@@ -13,9 +13,8 @@ from torch import nn
 
 from lockstep.config.check import check
 from lockstep.config.instantiate import locate
-from lockstep.config.pages import group_file, options
-from lockstep.errors import UserError
-from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
+from lockstep.config.pages import group_file
+from lockstep.programs.parity import layouts, verdict
 from lockstep.programs.trials.faults import Fault
 from lockstep.programs.trials.judging import Row
 from lockstep.programs.trials.trial import shorten
@@ -56,22 +55,16 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
         for name, each in targets.items()
     ]
     layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *others, "an engine's workers, 2"]
-    has_late = "late" in options("extras")
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
     assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
-    late = [row for row in rows if row["kind"] == "late"]
-    expected = list(zip(layouts[:3], ["reference", "same bits", "same bits"], strict=True))
-    assert [(row["layout"], row["verdict"]) for row in late] == expected * has_late
     assert by_kind["pieces"][0]["verdict"] == "legal: dropout, other pieces"
-    assert len(by_kind["control"]) == 4 + has_late
-    assert (by_kind["control"][-1]["layout"] == "gradients a step later") == has_late
+    assert len(by_kind["control"]) == 4
     assert all(row["verdict"].startswith("seen") for row in by_kind["control"])
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
-    count = 2 * len(layouts) + 3 * has_late + 1
     assert run.stdout.endswith(
-        f"The layouts agree: all {count} rows are as promised, {len(layouts) + 1 + 2 * has_late} of them bit for bit; "
-        f"all {4 + has_late} mistakes made on purpose are seen.\n"
+        f"The layouts agree: all {2 * len(layouts) + 1} rows are as promised, {len(layouts)} of them bit for bit; "
+        "all 4 mistakes made on purpose are seen.\n"
     )
     assert not list(run.folder.rglob("*.jsonl"))
 
@@ -112,38 +105,6 @@ def test_the_layout_requested_is_compared_and_not_a_plain_one_in_its_place() -> 
     twos = [one["strategy"] for one in actual if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
     assert [strategy.get("compression") for strategy in twos] == ["bf16", "none"]  # the other one has uneven shares
     assert actual[1]["strategy"] == twos[0]
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("processes")
-def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:
-    both = "+rows.both=['callbacks=ema','callbacks.ema.decay=0.6','model.class_weights=balanced']"
-    run = run_parity(
-        *TINY, "model=small_cnn", "steps=6", "accumulate_grad_batches=2", "precision=64-true", "features=[both]", both
-    )
-    rows = json.loads((run.folder / "features.json").read_text())["rows"]["both"]
-    actual = [(row["kind"], row["verdict"].partition(",")[0]) for row in rows]
-    kinds = {"default": "same to rounding", "exact": "same bits", "resumed": "same bits", "without": "seen"}
-    assert actual == [
-        *[(kind, kinds[kind]) for kind in ("default", "exact") for _ in range(3)],
-        *[(kind, kinds[kind]) for kind in ("resumed", "without")],
-        *[("by rank", "seen")] * 2,
-    ]
-
-
-def test_a_feature_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [Row("exact", "dp", "", "same bits", True), Row("without", "1 device", "", "NOT SEEN", False)]
-    with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
-        judge_features({"ema": rows}, tmp_path, {})
-    assert "1 device: NOT SEEN" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"features=emu: did you mean ema\?"):
-        chosen(["emu"], {"ema": ["callbacks=ema"]}, {})
-
-
-def test_rows_of_options_that_the_model_lacks_are_left_out() -> None:
-    rows = {"frozen": ["model.freeze=[a]"], "ema": ["callbacks=ema"], "own": ["model=mine", "model.arch=b"]}
-    assert list(chosen(True, rows, {"dropout": 0.0})) == ["ema", "own"]
-    assert list(chosen(True, rows, {"freeze": []})) == ["frozen", "ema", "own"]
 
 
 def test_the_verdict_names_the_rows_that_differ() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import composed
+from small_data import TASK_ROWS
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -21,7 +21,6 @@ from lockstep.testing.fake_gpu import DEVICE, ON_CPU, WAITS, fake_gpu, faults_of
 from lockstep.vision.class_weights import ClassWeights
 from lockstep.vision.models import SmallCNN
 
-ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 DATA = ("data=synthetic", "data.samples=100", "data.num_classes=12", "data.image_size=12")
 AUGMENTED = "data.augment={crop:2,flip:true,fill:reflect}"
 NETS = {
@@ -31,7 +30,7 @@ NETS = {
     "cutmix": ("model=resnet9", *DATA, "model.width=[4,4,8,8]", "data.mix=cutmix"),
     "small_resnet18": ("model=small_resnet18", *DATA, "model.norm=group"),
     "torchvision": ("model=torchvision", "model.arch=mobilenet_v3_small", *DATA, "data.image_size=33"),
-    **{name: (*ROWS[name], "data.samples=110", AUGMENTED) for name in ("multi_label", "regression", "segmentation")},
+    **{name: (*row, "data.samples=110", AUGMENTED) for name, row in TASK_ROWS.items()},
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from conftest import Program, Run, checkpoint_of, composed, forked
 from PIL import Image
-from small_data import config, layout, module, step_batches
+from small_data import TASK_ROWS, config, layout, module, step_batches
 
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
@@ -21,7 +21,6 @@ from lockstep.errors import UserError
 from lockstep.job.build import make_module
 from lockstep.testing import DataTests, ModuleTests
 
-ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 SHORT = ("data.samples=110",)
 SIZE = 24
 
@@ -29,19 +28,19 @@ SIZE = 24
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 class TestMultiLabel(ModuleTests):
-    overrides = [*ROWS["multi_label"], *SHORT]
+    overrides = [*TASK_ROWS["multi_label"], *SHORT]
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 class TestRegression(ModuleTests):
-    overrides = [*ROWS["regression"], *SHORT]
+    overrides = [*TASK_ROWS["regression"], *SHORT]
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 class TestSegmentation(ModuleTests):
-    overrides = [*ROWS["segmentation"], *SHORT]
+    overrides = [*TASK_ROWS["segmentation"], *SHORT]
 
 
 @pytest.mark.usefixtures("processes")
@@ -49,7 +48,7 @@ def test_segmentation_has_the_same_bits_on_two_layouts(tmp_path: Path) -> None:
     short = ("max_steps=3", "exact=true", "pieces=4", "accelerator=cpu", "threads=1", "logger=none", "callbacks=none")
     layouts = {"one": ("devices=1",), "two": ("strategy=ddp", "devices=2"), "control": ("seed=1",)}
     one, two, control = (
-        Program(tmp_path / name)(*ROWS["segmentation"], *SHORT, *short, *more).summary["weights_sha256"]
+        Program(tmp_path / name)(*TASK_ROWS["segmentation"], *SHORT, *short, *more).summary["weights_sha256"]
         for name, more in layouts.items()
     )
     assert one == two != control

@@ -1,7 +1,6 @@
 """Prove that layouts agree, on your own model, data and machine:
 
     lockstep parity model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
-    lockstep parity features=true
 
 The program takes the config of train.py. It trains the same optimizer steps on every layout that this machine can run,
 with exact=false and with exact=true, and also in two workers started as an engine starts them (torchrun, SLURM, MPI).
@@ -13,10 +12,9 @@ step, in further runs on one device with a flipped bit of each weight (yardstick
 shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps. From then on a
 comparison by default detects no mistake. Under exact all bits count.
 
-`features=true` compares runs with each of the features in the `rows` of conf/parity.yaml, on a few layouts. It also
-kills and resumes these runs.
+Callbacks are left out: a class of `lockstep.testing` runs layouts with them, and kills and resumes a run.
 
-The run folder gets parity.json and parity.png, or features.json. The last line is the verdict.
+The run folder gets parity.json and parity.png. The last line is the verdict.
 
 Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
@@ -26,9 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra import compose
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 from rich.console import Console
 from torch.utils.data import Subset
 
@@ -38,7 +33,7 @@ from lockstep.commands import cli
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file, options
-from lockstep.config.value_checks import unknown_name_message, whole_number
+from lockstep.config.value_checks import whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
@@ -46,20 +41,17 @@ from lockstep.guards import Finding
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.programs.common.training import check_one_machine
 from lockstep.programs.sameness.recorded import Side
-from lockstep.programs.trials import features
 from lockstep.programs.trials.judging import Row, explain, judge, measured, plot, rounding_of, table
 from lockstep.programs.trials.trial import YARDSTICKS, Outcome, Trial, layout_changes, run, shorten, with_counter
 from lockstep.report.summary import versions, write_summary
 from lockstep.text import plural
 
-PARITY_KEYS = ("steps", "test_samples", "tail", "features", "rows")  # keys that train.py does not have
 CONTROLS = {
     "lr x 1.01": "faster",
     "gradients summed, not averaged": "summed",
     "another permutation": "permuted",
     "short tail scaled as a full step": "windowed",
 }
-LATE = "gradients a step later"  # one more control, if gradients can be late
 ENGINE = "an engine's workers, 2"
 BROKEN = "breaks a rule, see below"
 
@@ -78,38 +70,20 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     test_samples = whole_number(1)("test_samples", raw.pop("test_samples"))
     tail = raw.pop("tail")
     tail = None if tail is None else whole_number(1)("tail", tail)
-    rows = chosen(raw.pop("features"), raw.pop("rows"), raw["model"])
-    report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
-    if rows and steps < features.STEPS:
-        raise UserError(f"steps={steps} is too few: a run that is killed in mid-epoch needs {features.STEPS} or more")
-    if rows:
-
-        def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
-            command = HydraConfig.get()
-            composed = compose(command.job.config_name, [*command.overrides.task, *overrides])
-            raw: Any = OmegaConf.to_container(composed, resolve=True)
-            raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
-            config, splits = opened(raw, test_samples)
-            return raw, shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
-
-        judge_features(features.measure(rows, prepared, steps, folder / "trials"), folder, report)
-        return
     config, splits = opened(raw, test_samples)
     splits = shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
-    judge_layouts(config, raw, steps, splits, folder, report)
-
-
-def chosen(names: Any, rows: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows that `features` names; with true, all whose keys of the model the model has."""
-    keys = {name: [each.partition("=")[0] for each in overrides] for name, overrides in rows.items()}
-    fitting = [name for name in rows if all(key[6:] in model for key in keys[name] if key.startswith("model."))]
-    others = [name for name in rows if any(each.startswith("model=") for each in rows[name])]  # with their own model
-    every = [name for name in rows if name in fitting or name in others]
-    wanted = every if names is True else [names] if isinstance(names, str) else names or []
-    for name in wanted:
-        if name not in rows:
-            raise UserError(f"features={name}: {unknown_name_message(str(name), rows)}")
-    return {name: rows[name] for name in wanted}
+    rows, text = compare(config, raw, steps, splits, folder / "trials")
+    console = Console(width=170)
+    console.print(table(rows))
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    report = {"config": raw, "steps": steps, "versions": versions(), "rows": [row.plain() for row in rows]}
+    write_summary(folder / "parity.json", report)
+    plot(rows, folder / "parity.png")
+    console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
+    text, passed = verdict(rows)
+    if not passed:
+        raise Different(text)
+    print(text)
 
 
 def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
@@ -130,50 +104,13 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     return config, splits
 
 
-def judge_features(results: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
-    """Print and write the results of each feature.
-
-    Raises:
-        Different: a result is not as promised, or a control was not detected.
-    """
-    Console(width=170).print(features.table(results))
-    write_summary(
-        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in results.items()}}
-    )
-    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in results.items() for row in rows if not row.passed]
-    if failed:
-        raise Different(f"not as promised: {'; '.join(failed)}")
-    print(f"As promised: all {sum(map(len, results.values()))} rows of {', '.join(results)}.")
-
-
-def judge_layouts(
-    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path, report: dict[str, Any]
-) -> None:
-    """Compare every layout with one device, and run the controls.
-
-    Raises:
-        Different: a layout differs, or a control was not detected.
-    """
-    rows, text = compare(config, raw, steps, splits, folder / "trials")
-    console = Console(width=170)
-    console.print(table(rows))
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
-    plot(rows, folder / "parity.png")
-    console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
-    text, passed = verdict(rows)
-    if not passed:
-        raise Different(text)
-    print(text)
-
-
 def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
     """Return the verdict in one line, and whether all is as promised."""
     trials = [row for row in rows if row.kind not in ("control", "yardstick")]
     controls = [row for row in rows if row.kind == "control"]
     failed = [f"{row.layout} ({row.kind})" for row in trials if not row.passed]
     blind = [row.layout for row in controls if not row.passed]
-    exact = sum(row.kind in ("exact", "late") and row.same_bits is True for row in trials)  # others may be refused
+    exact = sum(row.kind == "exact" and row.same_bits is True for row in trials)  # others may be refused
     layouts = (
         f"{len(failed)} of {len(trials)} rows differ: {', '.join(failed)}"
         if failed
@@ -196,16 +133,14 @@ def compare(config: Config, raw: dict[str, Any], steps: int, splits: Splits, fol
         the rows, and the text below the table.
     """
     rows: list[Row] = []
-    first: dict[tuple[bool | str, int], Outcome] = {}  # on one device, by exact and by steps late
-    usual = steps_late(raw)
+    first: dict[bool | str, Outcome] = {}  # on one device, by exact
     side: Side | None = None
     yardsticks: list[Outcome] = []
     findings: list[Finding] = []
-    for number, (kind, trial) in enumerate(with_counter(trials(config, raw), "trial")):
+    for number, (kind, trial) in enumerate(with_counter(trials(config, raw))):
         names = trial.name, ""
         try:
-            tried = check({**raw, **trial.changes})
-            layout, arithmetic = tried.layout, (tried.layout.exact, steps_late({**raw, **trial.changes}))
+            layout = check({**raw, **trial.changes}).layout
             names = trial.name or title(layout), each(layout)
             outcome = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (UserError, WorkerFailed) as error:
@@ -213,13 +148,12 @@ def compare(config: Config, raw: dict[str, Any], steps: int, splits: Splits, fol
                 raise
             # These failures are expected: some layouts have no exact sum (SyncBatchNorm, compression), a pipeline needs
             # a sequential network, and a control may overflow.
-            refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
+            refusable = kind == "exact" or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
             passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
             named = any(each.text in str(error) for each in findings)
             rows.append(Row(kind, *names, BROKEN if named else str(error), passed))
             continue
-        default = outcome if kind == "late" else first.get((False, usual), outcome)
-        reference = first.get(arithmetic, default)
+        reference = first.get(layout.exact, first.get(False, outcome))
         if kind == "yardstick":
             yardsticks.append(outcome)
             side = measured(reference, yardsticks)
@@ -228,9 +162,9 @@ def compare(config: Config, raw: dict[str, Any], steps: int, splits: Splits, fol
         if any(each.is_refused(exact=True) for each in outcome.findings):
             row = replace(row, verdict=BROKEN, passed=False)
         rows.append(row)
-        first.setdefault(arithmetic, outcome)
+        first.setdefault(layout.exact, outcome)
     rules = [f"A rule that the module breaks: {each.text}" for each in findings]
-    return rows, "\n".join([explain(first[False, usual], rounding_of(rows)), *rules])
+    return rows, "\n".join([explain(first[False], rounding_of(rows)), *rules])
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -249,32 +183,15 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     planned += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
     planned += [("exact", Trial("", layout | exact, judged=not number)) for number, layout in enumerate(everywhere)]
     planned += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
-    late: dict[str, Any] = {}
-    if "late" in options("extras"):
-        one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
-        late = {"extras": {**(raw["extras"] or {}), "late": one_more}}
-    if can_be_late := bool(late) and can_run({**raw, **one, **late}):
-        some: dict[str, dict[str, Any]] = {}  # the first layout of each strategy
-        for layout in everywhere:
-            if can_run({**raw, **layout, **late}):  # a pipeline sends no gradients, so they can't be late
-                some.setdefault(check({**raw, **layout}).layout.strategy, layout)
-        planned += [("late", Trial("", layout | exact | late)) for layout in some.values()]
     planned.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
     wrong = requested_layout(config, raw) | default
     for name, fault in CONTROLS.items():
         planned.append(("control", Trial(name, wrong, fault)))
-    if can_be_late:
-        planned.append(("control", Trial(LATE, one | late)))
     return planned
 
 
-def steps_late(raw: dict[str, Any]) -> int:
-    """Return how many steps late a config applies gradients."""
-    return int(((raw["extras"] or {}).get("late") or {}).get("steps", 0))
-
-
 def can_run(raw: dict[str, Any]) -> bool:
-    """Check whether a config is valid. For example, gradients can't be late with a loss scaler."""
+    """Check whether a config is valid: a pipeline, for example, needs a network in parts."""
     try:
         check(raw)
     except UserError:

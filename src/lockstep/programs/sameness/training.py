@@ -25,19 +25,17 @@ class Record(pl.Callback):
         steps: steps to record, from where training starts.
         flip: of each weight, the last bit of every so manyth element is flipped before the first step; 0: none.
         ends: whether the run ends after them, with `Ended`.
-        result: whether the weights at the end of training are recorded as those of one more step: a callback may have
-            put an average in their place.
     """
 
     changes_weights = False
 
-    def __init__(self, folder: str, steps: int, flip: int = 0, ends: bool = False, result: bool = False) -> None:
+    def __init__(self, folder: str, steps: int, flip: int = 0, ends: bool = False) -> None:
         self.variables = {
             "LOCKSTEP_TRACE": folder,
             "LOCKSTEP_TRACE_STEPS": str(steps),
             "LOCKSTEP_TRACE_FLIP": str(flip),
         }
-        self.ends, self.result = ends, result
+        self.ends = ends
         self.recorder: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -53,14 +51,6 @@ class Record(pl.Callback):
         self.recorder.end_step()
         if self.ends and self.recorder.over:
             raise Ended
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.result:
-            self.recorder.over = False
-            self.recorder.before_step(trainer.optimizers[0], (), {})
-            self.recorder.now["gradients"] = {}
-            self.recorder.after_step(trainer.optimizers[0], (), {})
-            self.recorder.end_step()
 
 
 class InTraining(trace.Recorder):

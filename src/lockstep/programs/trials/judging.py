@@ -24,8 +24,8 @@ HIDES = 0.01  # a share of the weights' size: larger rounding hides mistakes
 class Row:
     """The comparison of a trial with its reference.
 
-    `kind` is `default` or `exact` (a layout), `late` (a layout under exact with gradients one step later), `pieces`
-    (another number of pieces), `control` or `yardstick` (the reference again, or with a flipped bit of each weight).
+    `kind` is `default` or `exact` (a layout), `pieces` (another number of pieces), `control` or `yardstick` (the
+    reference again, or with a flipped bit of each weight).
 
     Attributes:
         distances: by stage, after the last step.
@@ -76,7 +76,7 @@ def judge(kind: str, names: tuple[str, str], result: Outcome, reference: Outcome
         verdict = f"seen, from step {step}" if step else "seen: other samples" if passed else "NOT SEEN"
     elif kind == "pieces" and step and (kinds := sensitive(result.run)):
         verdict, passed = f"legal: {' and '.join(kinds)}, other pieces", True
-    elif kind in ("exact", "late") and reference.config.layout.exact:
+    elif kind == "exact" and reference.config.layout.exact:
         passed = same_bits and same_samples and evaluated == expected
         verdict = "same bits" if passed else "DIFFERENT"
     else:  # rounding may move a test sample across the decision boundary, but the count must be equal
@@ -159,7 +159,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     known = set()
     marks = iter("osD^vP")  # for the controls
     for row in shown:
-        kind = "exact" if row.same_bits else "default" if row.kind in ("exact", "late") else row.kind
+        kind = "exact" if row.same_bits else "default" if row.kind == "exact" else row.kind
         colour, line, label = STYLES[kind]
         look: dict[str, Any] = {"zorder": 3, "clip_on": False} if row.same_bits else {}
         if kind == "control":

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.data import Splits
-from lockstep.errors import WorkerFailed
 from lockstep.guards.check import Finding
 from lockstep.guards.first_step import read_findings
 from lockstep.launch.environment import export
@@ -31,7 +29,6 @@ from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
 from lockstep.programs.common.training import train_quietly
 from lockstep.programs.sameness.recorded import Run
 from lockstep.programs.sameness.training import read_run
-from lockstep.programs.trials.faults import KILLED
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
 # an error in the short one.
@@ -39,7 +36,6 @@ FULL_STEPS = 2
 RECORDS = "records"  # the folder of the recorder's files, in a trial's
 # Further runs of the reference, which measure what rounding does, and of which elements of each weight they flip a bit.
 YARDSTICKS = {"1 device again": 0, "one flipped bit of each weight": 1, "of every second": 2, "of every third": 3}
-HARMLESS = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
 T = TypeVar("T")
 
 
@@ -51,9 +47,6 @@ class Trial:
         changes: changes to the config.
         fault: a deliberate fault (see trials/faults.py). It checks the program itself, which must report a difference.
         flip: of each weight, the last bit of every so manyth element is flipped before the first step; 0: none.
-        whole: also validate, and keep the callbacks that may change training (all but HARMLESS).
-        first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
-            its last checkpoint.
         by_engine: start the workers as an engine such as torchrun does; they read their rank from the environment.
         judged: collect what the first step's check finds in the module, and do not refuse it.
     """
@@ -62,8 +55,6 @@ class Trial:
     changes: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
     flip: int = 0
-    whole: bool = False
-    first_layout: Mapping[str, Any] | None = None
     by_engine: bool = False
     judged: bool = False
 
@@ -75,7 +66,7 @@ class Outcome:
     Attributes:
         config: the checked config.
         sha256: hash of weights and buffers at the end, as in summary.json.
-        metrics: the metrics of the test, and of the validation if the trial validates.
+        metrics: the metrics of the test.
         run: what was recorded of its steps.
         findings: what the first step's check has found in the module, if the trial is judged.
     """
@@ -119,17 +110,9 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
         UserError: the trial's config is not valid.
         WorkerFailed: the trial failed.
     """
-    config = _config(trial, raw, steps, trial.changes, trial.fault, folder)
+    config = _config(trial, raw, steps, folder)
     folder.mkdir(parents=True)
-    if not trial.whole:
-        splits = replace(splits, val=None)
-    if trial.first_layout is not None:
-        first_config = _config(trial, raw, steps, trial.first_layout, KILLED, folder)
-        with suppress(WorkerFailed):
-            _launch(first_config, splits, folder)
-            raise AssertionError("the trial was not killed")
-        if not (folder / "checkpoints" / "last.ckpt").exists():
-            raise WorkerFailed("killed before its first checkpoint")
+    splits = replace(splits, val=None)
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
     findings = read_findings(folder) if trial.judged else ()
     outcome = Outcome(config, summary["weights_sha256"], summary["metrics"], read_run(folder / RECORDS), findings)
@@ -137,35 +120,31 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     return outcome
 
 
-def _config(
-    trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None, folder: Path
-) -> Config:
+def _config(trial: Trial, raw: Mapping[str, Any], steps: int, folder: Path) -> Config:
     common: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
-    layout = check({**raw, **changes}).layout
-    more: dict[str, Any] = {
+    layout = check({**raw, **trial.changes}).layout
+    callbacks: dict[str, Any] = {
         "record": {
             "_target_": "lockstep.programs.sameness.training.Record",
             "folder": str(folder / RECORDS),
             "steps": steps,
             "flip": trial.flip,
-            "result": trial.whole,
         }
     }
-    if fault is not None:
-        more["fault"] = {
+    if trial.fault is not None:
+        callbacks["fault"] = {
             "_target_": "lockstep.programs.trials.faults.Fault",
             "pieces": layout.pieces,
             "batch_size": layout.batch_size,
-            "fault": fault,
+            "fault": trial.fault,
         }
-    callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
-    if trial.first_layout is not None:
-        more["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
     if trial.judged:
-        more["findings"] = {"_target_": "lockstep.guards.first_step.CollectFindings"}
-    changed = {**raw, **common, **changes, "callbacks": {**callbacks, **more}}
+        callbacks["findings"] = {"_target_": "lockstep.guards.first_step.CollectFindings"}
+    changed = {**raw, **common, **trial.changes, "callbacks": callbacks}
     overridden = overridden_keys() if HydraConfig.initialized() else []  # what the user has set counts as in train.py
-    return check(changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *changes}])
+    return check(
+        changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *trial.changes}]
+    )
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -192,13 +171,13 @@ def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[s
     return answer
 
 
-def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
-    """Yield the items. On a terminal, show a counter such as `trial 3/20`.
+def with_counter(trials: Sequence[T]) -> Iterator[T]:
+    """Yield the trials. On a terminal, show a counter such as `trial 3/20`.
 
     Rich's progress bar would start a thread, and this parent forks.
     """
-    for number, item in enumerate(items, 1):
+    for number, trial in enumerate(trials, 1):
         if sys.stderr.isatty():
-            end = "\n" if number == len(items) else ""
-            print(f"\r{label} {number}/{len(items)} ", end=end, file=sys.stderr, flush=True)
-        yield item
+            end = "\n" if number == len(trials) else ""
+            print(f"\rtrial {number}/{len(trials)} ", end=end, file=sys.stderr, flush=True)
+        yield trial
