@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from plain import QUIET
-from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from rank_fits import CLASSES, SAMPLES, Net, layout_of, splits, trainer_and_data
+from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMetric, PearsonCorrCoef, SpearmanCorrCoef
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -34,20 +32,15 @@ from torchmetrics.classification import (
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from lockstep.arithmetic.layout import Layout, resolve
-from lockstep.callbacks import DummyBatchOnEmptyRank
-from lockstep.data import Spec, Splits, StepData
+from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import TensorHeader
 from lockstep.lightning.torch_ddp import number_of_collectives
-from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.collectives import StateGather, check_same_shapes
-from lockstep.step.gradients import GradientSum
 from lockstep.strategies import DDP
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
-CLASSES, SAMPLES = 3, 30
 SIZES = (1, 5, 9, 30)
 
 
@@ -86,55 +79,6 @@ def on_ranks(world: int, folder: Path, work: Callable[[], Any]) -> list[Any]:
     return [results[rank] for rank in range(world)]
 
 
-def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -> tuple[pl.Trainer, StepData]:
-    """Return a Trainer on all ranks of this process's group, and data with so many samples to evaluate."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    numbers = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, 4, generator=numbers)
-    dataset = TensorDataset(x, torch.arange(SAMPLES) % CLASSES)
-    evaluated, trained = Subset(dataset, range(samples)), Subset(dataset, range(options.pop("train", SAMPLES)))
-    splits = Splits(trained, evaluated, evaluated, Spec(1, 2, tuple("abc")), "")
-    size = {"batch_size": 24, "pieces": 12} | {
-        name: options.pop(name) for name in ("batch_size", "pieces") & options.keys()
-    }
-    strategy = "ddp" if world > 1 else "single"
-    layout = resolve(strategy=strategy, accelerator="cpu", devices=world, num_nodes=1, **size)
-    sums = GradientSum(DDP().build(layout).strategy, world)
-    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
-    quiet = QUIET | {"devices": world, "callbacks": callbacks}
-    return StepTrainer(sums, [], 0, **(quiet | options)), StepData(splits, layout, 0, rank, num_workers=0)
-
-
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, CLASSES)
-        self.extend()
-
-    def extend(self) -> None:
-        """Add what other modules have beside the network."""
-
-    def score(self, p: Tensor, y: Tensor) -> None:
-        """Compute what a module computes in an evaluation step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).softmax(1)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.score(self(batch[0]), batch[1])
-
-    test_step = validation_step
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        p = self(batch[0])
-        self.score(p, batch[1])
-        return nn.functional.nll_loss(p.log(), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Scores:
     """Metrics in a plain object."""
 
@@ -145,7 +89,8 @@ class Scores:
 class Metrics(Net):
     resets = True
 
-    def extend(self) -> None:
+    def __init__(self) -> None:
+        super().__init__(norm=False)
         kinds = {"ap": MulticlassAveragePrecision, "auroc": MulticlassAUROC, "precision": MulticlassPrecision}
         self.each = MetricCollection({name: kind(CLASSES) for name, kind in kinds.items()}, prefix="each/")
         self.by_class = ClasswiseWrapper(MulticlassAUROC(CLASSES, average=None))
@@ -157,7 +102,8 @@ class Metrics(Net):
         self.plain = Scores()
         self.by_hand = MulticlassAUROC(CLASSES)
 
-    def score(self, p: Tensor, y: Tensor) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        p, y = self(batch[0]).softmax(1), batch[1]
         for metric in (self.by_class, self.roc, self.curve, self.local_gather, self.extremes, self.by_hand):
             metric.update(p, y)
         self.plain.metrics[0].update(p, y)
@@ -169,6 +115,8 @@ class Metrics(Net):
         for summary in (self.values, self.mean, self.least):
             summary(p[:, 0])
         self.log("mean", self.mean, on_step=True, on_epoch=True)
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         computed = {name: getattr(self, name).compute() for name in HAND}
@@ -188,13 +136,14 @@ HAND = ("by_class", "roc", "curve", "pearson", "values", "least", "local_gather"
 
 
 def evaluate_metrics() -> list[dict[str, list[float]]]:
-    """Return the numbers of evaluations of each size."""
+    """Return the numbers of evaluations of each size, on all ranks of this process's group."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     numbers = []
     for samples in SIZES:
         for stage in ("validate", "test") if samples == 9 else ("validate",):
             module = Metrics()
             module.resets = stage == "test"
-            trainer, data = trainer_and_data(module, samples)
+            trainer, data = trainer_and_data(rank, layout_of(world, batch_size=24, pieces=12), splits(SAMPLES, samples))
             for _ in range(1 + (samples == 9)):  # the second evaluation begins with what the first one has left
                 [logged] = getattr(trainer, stage)(module, datamodule=data, verbose=False)
             logged = {name: value for name, value in logged.items() if not name.endswith("_step")}

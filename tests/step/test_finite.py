@@ -11,21 +11,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from kernels import Kernels
-from plain import QUIET
+from rank_fits import layout_of, trainer_and_data
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep.arithmetic.layout import resolve
-from lockstep.data import Spec, Splits, StepData
+from lockstep.data import Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite
-from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.finite import FiniteGradientCheck, finite_if_all_are
-from lockstep.step.gradients import GradientSum
 from lockstep.step.hook import StepHook
 from lockstep.step.passes import StepPasses
-from lockstep.strategies import DDP
 
 BROKEN = 7  # id of a sample
 
@@ -46,12 +42,10 @@ class Net(pl.LightningModule):
 
 def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, later: bool = False) -> str:
     splits = Splits(TensorDataset(x, y), None, None, Spec(1, 4, ("a", "b", "c")), "none", Augment())
-    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=16, pieces=2)
-    strategy = DDP().build(layout).strategy
-    options = QUIET | {"default_root_dir": folder, "max_epochs": 20, "logger": False}
-    trainer = StepTrainer(GradientSum(strategy, 1), [FiniteGradientCheck("stop", later)], 3, **options)
+    options = {"hooks": [FiniteGradientCheck("stop", later)], "max_epochs": 20, "default_root_dir": folder}
+    trainer, data = trainer_and_data(0, layout_of(1, batch_size=16, pieces=2), splits, **options)
     with pytest.raises(NonFinite) as caught:
-        trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
+        trainer.fit(module, datamodule=data)
     return str(caught.value)
 
 

@@ -12,19 +12,15 @@ import pytest
 import small_data
 import torch
 from kernels import HostReads, Kernels
-from plain import QUIET
+from rank_fits import layout_of, trainer_and_data
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.arithmetic.exact_sum import ExactSum
-from lockstep.arithmetic.layout import resolve
-from lockstep.data import Spec, Splits, StepData
+from lockstep.data import Spec, Splits
 from lockstep.data.augment import Augment
-from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.buffers import COMPARED_STEPS
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.strategies import DDP
 
 COUNTED = COMPARED_STEPS + 2  # number of the step that is counted: the contents of buffers are compared no more
 
@@ -70,13 +66,16 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
         x = torch.randint(0, 256, (samples, 1, size, size), generator=generator, dtype=torch.uint8)
         y = torch.randint(0, 3, (samples,), generator=generator)
         splits = Splits(TensorDataset(x, y), None, None, Spec(1, size, ("a", "b", "c")), "none", Augment(2, True))
-        layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=pieces)
-        strategy = DDP().build(layout).strategy
         counted = CountStep()
-        options = QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False, "callbacks": [counted]}
-        gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
-        trainer = StepTrainer(gradients, [FiniteGradientCheck("stop", one_step_later=True)], 3, **options)
-        trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
+        trainer, data = trainer_and_data(
+            0,
+            layout_of(1, exact, 8, pieces),
+            splits,
+            hooks=[FiniteGradientCheck("stop", one_step_later=True)],
+            callbacks=[counted],
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module, datamodule=data)
         reads = dict(counted.reads.seen)
         return Counts(counted.kernels.kernels, sum(reads.values()), reads, dict(counted.kernels.seen))
 

@@ -17,18 +17,17 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from plain import QUIET
+from rank_fits import layout_of, trainer_and_data
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite, UserError
 from lockstep.lightning.epochs import validation_or_epoch_end_follows
-from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.strategies import DDP
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
@@ -145,20 +144,18 @@ def fit(
     validation: bool = True,
     **options: Any,
 ) -> Any:
-    layout = resolve(
-        strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
-    )
+    layout, data = layout_of(1, exact, BATCH, pieces), splits(validation)
     recorder = Recorder()
     if isinstance(module, Loud):
         module.calls = recorder.calls
-    options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
-    strategy: Any = DDP().build(layout).strategy
+    options = {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
     if ours:
-        gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
-        trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
+        trainer, step_data = trainer_and_data(0, layout, data, hooks=[FiniteGradientCheck(policy, later)], **options)
     else:
-        trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
-    trainer.fit(module, datamodule=(StepData if ours else Whole)(splits(validation), layout, seed=3, num_workers=0))
+        strategy: Any = DDP().build(layout).strategy
+        trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **QUIET | options)
+        step_data = Whole(data, layout, seed=0, num_workers=0)
+    trainer.fit(module, datamodule=step_data)
     return trainer, recorder.calls
 
 
