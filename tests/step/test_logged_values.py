@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from rank_fits import Net, fit, fits, layout_of
+from rank_fits import Net, fits, going_on, saving
 from thread_ranks import Ranks
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.arithmetic.exact_total import ExactTotal
 from lockstep.callbacks.ranks import Diverged, ReplicaConsistencyCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, load
+from lockstep.checkpoint.io import load
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -138,41 +138,41 @@ def test_a_steps_value_is_that_of_all_its_samples(ranks: Ranks) -> None:
         assert [result.metrics[f"mean_{what}"] for what in ("step", "epoch")] == pytest.approx(means, rel=1e-15)
 
 
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_schedules_that_follow_training_decide_the_same(ranks: Ranks, interval: str) -> None:
-    class Follows(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss, on_step=interval == "step", on_epoch=interval == "epoch")
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.02)
-            return [optimizer], [{"scheduler": plateau, "monitor": "train_loss", "interval": interval}]
-
-    net, rates = Follows(norm=False, dropout=0.5), set()
-    for layout in LAYOUTS:
-        for each in fits(ranks, net, **layout, **{**OPTIONS, "max_epochs": 6}):
-            rates.add((each.trainer.optimizers[0].param_groups[0]["lr"], each.metrics["train_loss"]))
-    assert len(rates) == 1
-    assert rates.pop()[0] < 0.5, "the control: the rate has changed"
+class LogsLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
 
 
-def test_early_stopping_by_training_ends_at_one_step(ranks: Ranks) -> None:
-    class Follows(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss, on_epoch=True)
-            return loss
+class Follows(LogsLoss):
+    interval = "epoch"
 
-    net, ends = Follows(norm=False), set()
-    for world in (1, 3):
-        stops: Any = lambda: [EarlyStopping("train_loss", patience=1, min_delta=0.01)]  # noqa: E731
-        for each in fits(ranks, net, world, **{**OPTIONS, "max_epochs": 30}, callbacks_of=stops):
-            ends.add((each.trainer.global_step, each.metrics["train_loss"]))
-    assert len(ends) == 1
-    assert 3 < ends.pop()[0] < 90, "the control: it has stopped"
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.02)
+        monitor = f"train_loss_{self.interval}"
+        return [optimizer], [{"scheduler": plateau, "monitor": monitor, "interval": self.interval}]
+
+
+class FollowsSteps(Follows):
+    interval = "step"
+
+
+@pytest.mark.parametrize(("kind", "epochs"), [(Follows, 6), (FollowsSteps, 2), (LogsLoss, 12)])
+def test_what_follows_training_decides_the_same_on_all_layouts(ranks: Ranks, kind: type[LogsLoss], epochs: int) -> None:
+    """Schedules, and early stopping."""
+    net, ends = kind(norm=False, dropout=0.5), set()
+    stops: Any = lambda: [EarlyStopping("train_loss_epoch", patience=1, min_delta=0.05)] * (kind is LogsLoss)  # noqa: E731
+    for layout in LAYOUTS[:2]:
+        for each in fits(ranks, net, **layout, **{**OPTIONS, "max_epochs": epochs}, callbacks_of=stops):
+            rate = each.trainer.optimizers[0].param_groups[0]["lr"]
+            ends.add((each.trainer.global_step, rate, each.metrics["train_loss_epoch"]))
+    [(step, rate, _)] = ends
+    if kind is LogsLoss:
+        assert 3 < step < 3 * epochs, "the control: it has stopped"
+    else:
+        assert rate < 0.5, "the control: the rate has changed"
 
 
 class Bar(Callback):
@@ -214,13 +214,7 @@ def test_a_progress_bar_reads_metrics_on_rank_zero_alone(ranks: Ranks) -> None:
 def test_nothing_is_sent_in_steps_in_which_nothing_reads(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.lightning import logs
 
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss, on_epoch=True)
-            return loss
-
-    class Reading(Logging):
+    class Reading(LogsLoss):
         def on_train_batch_end(self, *args: Any) -> None:
             assert "train_loss_step" in self.trainer.callback_metrics
 
@@ -233,11 +227,11 @@ def test_nothing_is_sent_in_steps_in_which_nothing_reads(ranks: Ranks, monkeypat
         reduce_step(self, early)
 
     monkeypatch.setattr(logs.StepLogs, "reduce_step", counted)
-    for kind, expected in ((Logging, {6}), (Reading, {1, 2, 3, 4, 5, 6})):
+    for kind, expected in ((LogsLoss, {6}), (Reading, {1, 2, 3, 4, 5, 6})):
         steps.clear()
         fits(ranks, kind(), 2, train=30, batch_size=6, pieces=3, max_epochs=1, limit_val_batches=0, max_steps=6)
         assert {*steps} - {0} >= expected - {6}
-        assert ({*steps} == {5}) is (kind is Logging)
+        assert ({*steps} == {5}) is (kind is LogsLoss)
 
 
 # --- what differs between ranks ---------------------------------------------------------------------------------------
@@ -310,17 +304,13 @@ def test_what_differs_between_ranks_is_named_and_not_followed(
     step = "validation_step" if "validation" in place else "training_step"
     differs = f"val_mean, logged in {place}, differs between ranks"
     assert f"{differs} and is reported as their mean, weighted by samples: to get the value of one" in caplog.text
-    layout = layout_of(2, exact=True)
-
-    def followed(rank: int) -> Any:
-        return fit(rank, net, layout, callbacks=[EarlyStopping("val_mean", strict=False)], **options)
-
-    for error in ranks(2, followed, errors=UserError):
+    follows: dict[str, Any] = {"callbacks_of": lambda: [EarlyStopping("val_mean", strict=False)], **options}
+    for error in fits(ranks, net, 2, errors=UserError, **follows):
         assert str(error) == (
             f"EarlyStopping(monitor='val_mean') can't follow this value, since {differs}: to get the value of one "
             f"device, log it in {step}, or log a torchmetrics metric"
         )
-    fits(ranks, net, 1, callbacks=[EarlyStopping("val_mean", strict=False)], **options)  # one rank can't differ
+    fits(ranks, net, 1, **follows)  # one rank can't differ
 
 
 @pytest.mark.parametrize(
@@ -346,13 +336,10 @@ def test_ranks_that_differ_are_noticed_without_validation_and_checkpoints(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    net, layout = Changes(), layout_of(2, exact=True)
-
-    def of_rank(rank: int) -> Any:
-        options: dict[str, Any] = {"train": 24, "max_epochs": 2, "limit_val_batches": 0}
-        return fit(rank, net, layout, callbacks_of=lambda: [ReplicaConsistencyCheck()], **options)
-
-    for error in ranks(2, of_rank, errors=Diverged):
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    for error in fits(
+        ranks, Changes(), 2, callbacks_of=lambda: [ReplicaConsistencyCheck()], errors=Diverged, **options
+    ):
         assert str(error) == message
 
 
@@ -382,9 +369,6 @@ def test_a_mean_is_weighted_by_the_samples_of_a_batch_whatever_its_shape(ranks: 
             assert each.metrics["val_y"] == pytest.approx(sum(n % 3 for n in range(22)) / 22, rel=1e-12)
 
 
-# --- private names ----------------------------------------------------------------------------------------------------
-
-
 def test_a_pass_that_is_repeated_counts_once(ranks: Ranks) -> None:
     """As LBFGS repeats the passes of a step."""
 
@@ -410,7 +394,7 @@ def test_a_limit_of_batches_evaluates_the_same_samples_on_all_layouts(ranks: Ran
     limited, whole = (
         {
             each.metrics["val/loss"]
-            for world in (1, 2, 3)
+            for world in (1, 3)
             for each in fits(ranks, net, world, evaluated=25, batch_size=6, pieces=3, limit_val_batches=number)
         }
         for number in (limit, 1.0)
@@ -423,24 +407,13 @@ def test_a_limit_of_batches_evaluates_the_same_samples_on_all_layouts(ranks: Ran
 
 
 def test_the_mean_of_an_epoch_goes_on_after_a_resume_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    class Saves(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss, on_step=False, on_epoch=True)
-            return loss
-
+    class LogsNumber(LogsLoss):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.log("number", float(batch_idx), on_step=False, on_epoch=True)
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            if self.trainer.global_step == 2:
-                self.trainer.save_checkpoint(tmp_path / "cut.ckpt", weights_only=False)
-
-    net = Saves(norm=False)
-    [one] = fits(ranks, net, 1, plugins_of=lambda: [AtomicCheckpointIO()], **OPTIONS)
-    file = tmp_path / "cut.ckpt"
+    net, file = LogsNumber(norm=False), tmp_path / "cut.ckpt"
+    [one] = fits(ranks, net, 1, **saving(file, step=2), **OPTIONS)
     assert load(file)["loops"]["fit_loop"]["epoch_loop.state_dict"]["logged"]
     for layout in LAYOUTS[:3]:
-        loaded: Any = lambda: [AtomicCheckpointIO(loaded=load(file))]  # noqa: E731  threads can't receive it
-        for each in fits(ranks, net, **layout, ckpt=file, plugins_of=loaded, **OPTIONS):
+        for each in fits(ranks, net, **layout, **going_on(file), **OPTIONS):
             assert each.metrics == one.metrics
