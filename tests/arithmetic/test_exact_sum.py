@@ -81,6 +81,8 @@ def same(actual: Addend, expected: Addend) -> bool:
 @given(st.data(), st.integers(1, 7), st.integers(1, 4), st.integers(0, 12))
 def test_neither_order_nor_processes_change_a_bit(data: st.DataObject, count: int, size: int, spread: int) -> None:
     steps = [addends(count, seed, spread, SHAPES[:3]) for seed in (1, 2, 3)]
+    for addend in (addend for step in steps for addend in step[1::2]):
+        addend[1] = None  # type: ignore[call-overload] # some have no value of it
     like = zeros(SHAPES[:3])
     expected = steps_of([[step] for step in steps], like)[0]
     assigned = []
@@ -162,6 +164,17 @@ def test_a_tensor_without_elements_is_summed_beside_others(on_a_gpu: bool) -> No
         exact.begin()
         exact.add([torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
         assert same(exact.total(), [torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
+
+
+def test_a_step_sends_one_message_also_if_a_tensor_never_has_a_value() -> None:
+    """The first step sends two more, since it has no grid yet."""
+    exact, messages = ExactSum(zeros(SHAPES[:3])), [0] * 3
+    for step in range(3):
+        exact.begin(step)
+        exact.add([torch.ones(SHAPES[0]), None, torch.ones(SHAPES[2])])
+        exact.total(lambda tensor, op, step=step: messages.__setitem__(step, messages[step] + 1))  # type: ignore[misc]
+        assert exact.present == [True, False, True]
+    assert messages == [3, 1, 1]
 
 
 def test_small_neighbours_of_one_kind_share_a_grid_up_to_a_limit() -> None:
