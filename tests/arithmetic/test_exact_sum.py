@@ -168,10 +168,11 @@ def test_a_tensor_without_elements_is_summed_beside_others(on_a_gpu: bool) -> No
 
 def test_a_step_sends_one_message_also_if_a_tensor_never_has_a_value() -> None:
     """The first step sends two more, since it has no grid yet."""
-    exact, messages = ExactSum(zeros(SHAPES[:3])), [0] * 3
+    like = [torch.zeros(size) for size in (SMALL + 2, SMALL + 1, 2)]
+    exact, messages = ExactSum(like), [0] * 3
     for step in range(3):
         exact.begin(step)
-        exact.add([torch.ones(SHAPES[0]), None, torch.ones(SHAPES[2])])
+        exact.add([torch.ones_like(like[0]), None, torch.ones_like(like[2])])
         exact.total(lambda tensor, op, step=step: messages.__setitem__(step, messages[step] + 1))  # type: ignore[misc]
         assert exact.present == [True, False, True]
     assert messages == [3, 1, 1]

@@ -140,6 +140,21 @@ def test_a_planted_fault_is_detected(ranks: Ranks, net: Net, kind: Any) -> None:
         assert not same(result, expected)
 
 
+def test_the_state_of_a_sum_continues_on_another_layout(ranks: Ranks, net: Net) -> None:
+    expected = steps(net, ExactGradientSum, [range(5)], 0)
+
+    def of_rank(rank: int, owners: Any, numbers: Sequence[int], state: Any) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, len(owners))
+        gradients.load_state_dict(state)
+        assert gradients.state_dict() == {"exponents": [], **state}
+        return [take_step(gradients, owners[rank], number) for number in numbers], gradients.state_dict()
+
+    states = [state for _, state in ranks(3, lambda rank: of_rank(rank, LAYOUTS[1], (0, 1), {}))]
+    assert states == [states[0]] * 3
+    for result, _ in ranks(2, lambda rank: of_rank(rank, LAYOUTS[0], (2,), states[0])):
+        assert same(result, expected[2:])
+
+
 def test_what_is_frozen_and_unfrozen_on_all_ranks(ranks: Ranks, net: Net) -> None:
     def of_rank(rank: int, owners: Any) -> Any:
         gradients = make_sum(deepcopy(net), ExactGradientSum, len(owners))
