@@ -1,4 +1,4 @@
-"""Record what a training does, whoever wrote it: python -m lockstep.trace program.py ...
+"""Record what a training does, whoever wrote it.
 
 `lockstep same` and `lockstep trace` let this module enter each process of a program (enter/sitecustomize.py). It
 stands on torch's public hooks that are common to all optimizers and modules. It imports nothing but the standard
@@ -28,7 +28,6 @@ import math
 import os
 import platform
 import random
-import runpy
 import struct
 import sys
 import threading
@@ -423,7 +422,6 @@ class Recorder:
         self.pending = self.pending[-PENDING:]
         if self.step >= self.last and not self.over:
             with self.recording():
-                self.write({"done": True})
                 (self.folder / f"{self.pid}.done").touch()
             self.over = True
             end = time.monotonic() + self.wait
@@ -658,20 +656,3 @@ def short_hash(content: bytes) -> str:
 
 def packed(numbers: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(numbers)}d", *numbers)).decode()
-
-
-def main() -> None:
-    """Run a program of which the arguments are the words, and record it."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m lockstep.trace program.py ...")
-    os.environ.setdefault("LOCKSTEP_TRACE", f"{Path(sys.argv[1]).stem}.trace")
-    paths = [str(Path(__file__).parent / "enter"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the ranks that the program starts
-    enter()
-    del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

@@ -45,7 +45,6 @@ class Planted:
 
     name: str  # the arguments
     program: str
-    is_recorded = False
 
     def run(self, kind: str) -> Run:
         return record(self.program, self.name, flip_of(kind))
@@ -63,7 +62,7 @@ def record(program: str, line: str, flip: int = 0) -> Run:
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if any(codes):
             raise RuntimeError(f"{program} {line}: {folder.joinpath('error').read_text()}")
-        return Run.of(read_processes(folder), True)
+        return Run.of(read_processes(folder))
     finally:
         shutil.rmtree(folder)
 

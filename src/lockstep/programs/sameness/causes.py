@@ -57,6 +57,7 @@ class View:
         return self.runs[side].samples(self.step)
 
 
+DIVIDE_ONCE = "divide by the world size once: DistributedDataParallel does so already"
 REDUCERS = {"DistributedDataParallel", "FullyShardedDataParallel"}  # average gradients in the backward pass
 LABELS = ("the first", "the second")
 
@@ -487,11 +488,9 @@ def factor(view: View) -> tuple[float, list[str], bool] | None:
     factors: dict[str, float] = {}
     for each in view.pair.apart(stage, view.step):
         a, b = one[each.name], other[each.name]
-        inner = float(a.sketch @ a.sketch)
-        if not inner or not math.isfinite(b.norm) or each.rounding > 0.1:
+        if not a.sketch.any() or not math.isfinite(b.norm) or each.rounding > 0.1:
             continue
-        ratio = float(a.sketch @ b.sketch) / inner
-        rest = float(np.linalg.norm(b.sketch - ratio * a.sketch)) / (b.norm or 1.0)
+        ratio, rest = a.multiple(b)
         if rest > MARGIN * each.rounding:
             return None
         factors[each.name] = ratio
@@ -524,56 +523,64 @@ def scales(view: View) -> list[Cause]:
     if clipped:
         return clipped
     runs = view.runs
-    passes = [len(view.steps(side)[0].losses) or 1 for side in (0, 1)]
+    backward = [len(view.steps(side)[0].losses) or 1 for side in (0, 1)]
     usual = [run.micro_batches for run in runs]
-    worlds = [len(run.ranks) for run in runs]
+    if short := [side for side in (0, 1) if backward[side] < usual[side]]:
+        side = short[0]
+        what = (
+            f"step {view.shown} of {LABELS[side]} has {backward[side]} of {usual[side]} micro-batches, and not "
+            f"their weight: gradients are {value:.4g} times as large"
+        )
+        change = "divide the loss by the micro-batches that a step really has, and step after the last one"
+        return [Cause("short last step", what, change)]
     losses = [run.loss(view.step) for run in runs]
     of_loss = losses[1] / losses[0] if losses[0] and losses[1] else None
+    in_loss = of_loss is not None and abs(of_loss / value - 1) < 1e-3
+    hidden = of_loss is None or abs(of_loss - 1) >= 1e-3  # else only the gradients differ, not the losses
     side = int(value > 1)  # whose gradients are larger
     large = value if side else 1 / value
     label, small = LABELS[side], LABELS[1 - side]
-    if (passes[0] != passes[1] or passes[0] < max(usual)) and (passes[0] < usual[0] or passes[1] < usual[1]):
-        short = 0 if passes[0] < usual[0] else 1
-        if passes[short] < usual[short]:
-            what = (
-                f"step {view.shown} of {LABELS[short]} has {passes[short]} of {usual[short]} micro-batches, and not "
-                f"their weight: gradients are {value:.4g} times as large"
-            )
-            change = "divide the loss by the micro-batches that a step really has, and step after the last one"
-            return [Cause("short last step", what, change)]
-    in_loss = of_loss is not None and abs(of_loss / value - 1) < 1e-3
-    in_reduction = of_loss is not None and abs(of_loss - 1) < 1e-3
-    mean = {"loss": "the loss", "gradient": "the gradient"}["loss" if in_loss else "gradient"]
-    counts = [max((len(each.samples) for each in view.passes(each_side)), default=0) for each_side in (0, 1)]
-    if _is(large, usual[side]) and usual[side] > 1 and (in_loss or not in_reduction):
-        what = f"the loss of {label} is not divided by its {usual[side]} accumulated micro-batches"
-        return [Cause("accumulation", what, f"loss = loss / {usual[side]} before backward()")]
-    if _is(large, usual[1 - side]) and usual[1 - side] > 1 and (in_loss or not in_reduction):
-        what = f"the loss of {small} is divided by its {usual[1 - side]} accumulated micro-batches twice"
-        return [Cause("divided twice", what, "divide once: the framework or the program, not both")]
-    if (
-        in_loss
-        and counts[side] > 1
-        and (_is(large, counts[side]) or _is(large * worlds[side], sum(view.samples(side).values())))
-    ):
-        what = f"the loss of {label} is the sum over its {counts[side]} samples, not the mean"
-        return [Cause("sum instead of mean", what, 'reduction="mean", or divide by the number of samples')]
-    if _is(large, worlds[side]) and worlds[side] > 1:
-        what = (
-            f"{label} adds the gradients of its {worlds[side]} ranks and does not divide, or multiplies by their number"
-        )
-        return [Cause("world size", what, "divide by the world size once: DistributedDataParallel does so already")]
-    if _is(large, worlds[1 - side]) and worlds[1 - side] > 1:
-        what = f"{small} divides the mean over its {worlds[1 - side]} ranks by their number once more"
-        return [Cause("world size", what, "divide by the world size once: DistributedDataParallel does so already")]
-    if in_loss and counts[side] > 1 and abs(large - round(large)) < DISTINCT * large:
-        total = sum(view.samples(side).values())
-        if any(_is(large, count) for count in (total, total // max(1, worlds[side]))):
-            what = f"the loss of {label} is a sum, {large:.4g} times the mean of {small}"
-            return [Cause("sum instead of mean", what, 'reduction="mean", or divide by the number of samples')]
-    what = f"{mean} of {label} is {large:.4g} times as large"
-    where = "the loss: its reduction, weights and divisions" if in_loss else "what scales gradients after backward()"
-    return [Cause("factor", what, where)]
+    ranks = [len(run.ranks) for run in runs]
+    counts = [max((len(each.samples) for each in view.passes(side)), default=0), sum(view.samples(side).values())]
+    explanations = (
+        (
+            _is(large, usual[side]) and usual[side] > 1 and (in_loss or hidden),
+            "accumulation",
+            f"the loss of {label} is not divided by its {usual[side]} accumulated micro-batches",
+            f"loss = loss / {usual[side]} before backward()",
+        ),
+        (
+            _is(large, usual[1 - side]) and usual[1 - side] > 1 and (in_loss or hidden),
+            "divided twice",
+            f"the loss of {small} is divided by its {usual[1 - side]} accumulated micro-batches twice",
+            "divide once: the framework or the program, not both",
+        ),
+        (
+            in_loss and counts[0] > 1 and any(_is(large, count) for count in (*counts, counts[1] // ranks[side])),
+            "sum instead of mean",
+            f"the loss of {label} is the sum over its {large:.0f} samples, not the mean",
+            'reduction="mean", or divide by the number of samples',
+        ),
+        (
+            _is(large, ranks[side]) and ranks[side] > 1,
+            "world size",
+            f"{label} adds the gradients of its {ranks[side]} ranks and does not divide, or multiplies by their number",
+            DIVIDE_ONCE,
+        ),
+        (
+            _is(large, ranks[1 - side]) and ranks[1 - side] > 1,
+            "world size",
+            f"{small} divides the mean over its {ranks[1 - side]} ranks by their number once more",
+            DIVIDE_ONCE,
+        ),
+        (
+            True,
+            "factor",
+            f"the {'loss' if in_loss else 'gradient'} of {label} is {large:.4g} times as large",
+            "the loss: its reduction, weights and divisions" if in_loss else "what scales gradients after backward()",
+        ),
+    )
+    return [Cause(kind, what, change) for holds, kind, what, change in explanations if holds][:1]
 
 
 def _is(value: float, count: int) -> bool:

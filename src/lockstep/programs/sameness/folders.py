@@ -157,7 +157,6 @@ class TakenAgain:
     data: Splits
     checkpoint: Path | None  # where it starts; None: from the seed
     steps: int
-    is_recorded = False
 
     def run(self, kind: str) -> Run:
         """Take the steps. For what it raises see `launch`."""

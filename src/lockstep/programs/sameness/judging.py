@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from statistics import median
 
 from lockstep.programs.sameness.recorded import EPSILONS, Run, Side, Step, Tensor, Tensors
@@ -134,38 +135,28 @@ class Pair:
 
     def rounding(self, stage: str, step: int, name: str) -> float:
         """Return how far rounding takes a tensor, as a share of its size."""
-        sizes = self.measured(stage, step)
-        name = name.partition(RANK)[0]
+        sizes, typical = self.measured(stage, step + AHEAD if step > self.begins else step)  # rounding begins small
         dtype = next(iter(self.one.run.first.dtypes), "float32")
-        return max(sizes.get(name, 0.0), self.typical(stage, step), EPSILONS.get(dtype, EPSILONS["float32"]) / 2)
+        return max(sizes.get(name.partition(RANK)[0], 0.0), typical, EPSILONS.get(dtype, EPSILONS["float32"]) / 2)
 
-    def typical(self, stage: str, step: int) -> float:
-        key = ("typical", stage, step)
-        if key not in self._cache:
-            values = [value for value in self.measured(stage, step).values() if math.isfinite(value)]
-            self._cache[key] = {"": median(values) if values else 0.0}
-        return self._cache[key][""]
-
-    def measured(self, stage: str, step: int) -> dict[str, float]:
-        """Return the largest distance of each tensor, up to a step, in the runs that measure rounding."""
-        return self._measured(stage, step + AHEAD if step > self.begins else step)  # rounding begins small
-
-    def _measured(self, stage: str, last: int) -> dict[str, float]:
-        key = ("measured", stage, last)
+    def measured(self, stage: str, last: int) -> tuple[dict[str, float], float]:
+        """Return the largest distance of each tensor in the runs that measure rounding, up to a step; their median."""
+        key = (stage, last)
         if key not in self._cache:
             first_step = int(stage not in STATE)
-            sizes = dict(self._measured(stage, last - 1)) if last > first_step else {}
+            sizes = dict(self.measured(stage, last - 1)[0]) if last > first_step else {}
             other_names = {theirs: mine for mine, theirs in self.names.items()}
             for run, changed, first in self.measures:
                 if first_step <= last <= min(run.length, changed.length):
                     for name, value in run_distances(run, changed, stage, last).items():
                         mine = name if first else other_names.get(name, name)
                         sizes[mine] = max(sizes.get(mine, 0.0), value)
-            self._cache[key] = sizes
+            finite = [value for value in sizes.values() if math.isfinite(value)]
+            self._cache[key] = sizes, median(finite) if finite else 0.0
         return self._cache[key]
 
     @cached_property
-    def _cache(self) -> dict[tuple[str, str, int], dict[str, float]]:
+    def _cache(self) -> dict[tuple[str, int], tuple[dict[str, float], float]]:
         return {}
 
     def forget(self) -> None:
@@ -263,17 +254,15 @@ def same_number(one: object, other: object) -> bool:
 
 def aligned(one: Run, other: Run) -> dict[str, str]:
     """Return the parameters of the second run by the names of the first one."""
-    first, second = ([*{**run.first.weights, **_stepped(run)}] for run in (one, other))
+    first, second = (
+        list(dict.fromkeys(chain(run.first.weights, *(step.weights for step in run.first.steps[:4]))))
+        for run in (one, other)
+    )
     names = aligned_names(first, second)
     left = [name for name in first if name not in names], [name for name in second if name not in names.values()]
-    sizes = [{**run.first.weights, **_stepped(run)} for run in (one, other)]
     if len(left[0]) == len(left[1]):  # other names for the same network: the order decides
-        names |= dict(zip(*left, strict=True)) if sizes else {}
+        names |= dict(zip(*left, strict=True))
     return names
-
-
-def _stepped(run: Run) -> Tensors:
-    return {name: value for step in run.first.steps[:4] for name, value in step.weights.items()}
 
 
 def aligned_names(first: list[str], second: list[str]) -> dict[str, str]:
@@ -310,13 +299,8 @@ def unlike(side: Side, again: Run) -> str | None:
         ]:
             return f"random numbers of step {step}"
         if step == 1 and not repeats:
-            pairs = [
-                (value, again.first.steps[0].gradients.get(name, value))
-                for name, value in first.steps[0].gradients.items()
-            ]
-            whole = math.sqrt(sum(value.norm**2 for value, _ in pairs))
-            apart = math.sqrt(sum((value.distance(other) * max(value.norm, other.norm)) ** 2 for value, other in pairs))
-            if whole and apart / whole > min(0.25, FIRST_STEP * _epsilon(run)):
+            apart = together(first.steps[0].gradients, second.steps[0].gradients)
+            if apart > min(0.25, FIRST_STEP * _epsilon(run)):
                 return "gradients of step 1"
     return None
 

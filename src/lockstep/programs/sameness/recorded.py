@@ -49,6 +49,12 @@ class Tensor:
             apart = float(np.linalg.norm(self.sketch - other.sketch)) / size if size else math.inf
         return max(apart, 1e-300)
 
+    def multiple(self, other: "Tensor") -> tuple[float, float]:
+        """Return by which factor the other one is larger, and what of it is no multiple, as a share of its size."""
+        inner = float(self.sketch @ self.sketch)
+        factor = float(self.sketch @ other.sketch) / inner if inner else 0.0
+        return factor, float(np.linalg.norm(other.sketch - factor * self.sketch)) / (other.norm or 1.0)
+
 
 Tensors = dict[str, Tensor]
 
@@ -134,11 +140,6 @@ class Step:
         """The norm of all gradients before they were clipped."""
         return math.sqrt(sum(each.norm**2 for each in self.unclipped.values()))
 
-    @property
-    def counts(self) -> list[int]:
-        """How many samples each micro-batch has."""
-        return [len(each.samples) for each in self.passes]
-
 
 @dataclass(frozen=True)
 class Rank:
@@ -154,7 +155,6 @@ class Rank:
     weights: Tensors  # before the first step
     buffers: Tensors
     steps: list[Step]
-    done: bool
     error: str | None
 
     @staticmethod
@@ -190,7 +190,6 @@ class Rank:
             weights=weights,
             buffers=buffers,
             steps=steps,
-            done=any("done" in line for line in others),
             error=next((str(line["error"]) for line in others if "error" in line), None),
         )
 
@@ -221,16 +220,14 @@ class Run:
 
     Attributes:
         ranks: its ranks, by number.
-        ended: whether it ended by itself before the last step.
         others: how many more processes took steps, with the number of a rank that another one has.
     """
 
     ranks: list[Rank]
-    ended: bool
     others: int = 0
 
     @staticmethod
-    def of(processes: Sequence[Lines], ended: bool) -> "Run":
+    def of(processes: Sequence[Lines]) -> "Run":
         """Read the lines of all processes that took steps. Of several with one rank, the first that started counts."""
         ordered = sorted(processes, key=lambda lines: lines[0]["started"])
         ranks: dict[int, Rank] = {}
@@ -242,7 +239,7 @@ class Run:
                 ranks.setdefault(rank.rank, rank)
         if not ranks:
             raise ValueError("no step")
-        return Run([ranks[number] for number in sorted(ranks)], ended, others)
+        return Run([ranks[number] for number in sorted(ranks)], others)
 
     @property
     def first(self) -> Rank:
@@ -299,10 +296,9 @@ class Written:
 
     command: str
     runs: dict[str, list[Lines]]  # run, again, flipped
-    ended: dict[str, bool]
 
     def save(self, path: Path) -> None:
-        content = {"lockstep trace": FORMAT, "command": self.command, "runs": self.runs, "ended": self.ended}
+        content = {"lockstep trace": FORMAT, "command": self.command, "runs": self.runs}
         write(path, gzip.compress(json.dumps(content).encode(), 6, mtime=0))
 
     def run(self, kind: str, name: str | None = None) -> Run:
@@ -312,7 +308,7 @@ class Written:
             UserError: the lines are not the recorder's.
         """
         try:
-            return Run.of(self.runs[kind], bool(self.ended[kind]))
+            return Run.of(self.runs[kind])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, binascii.Error) as error:
             raise UserError(
                 f"{name or self.command}: not a trace that this version can read: record it again"
@@ -345,7 +341,7 @@ def read(path: Path) -> Written:
         content = json.loads(text)
         if content["lockstep trace"] != FORMAT:
             raise ValueError("another format")
-        return Written(str(content["command"]), dict(content["runs"]), dict(content["ended"]))
+        return Written(str(content["command"]), dict(content["runs"]))
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise UserError(f"{path}: not a trace: lockstep trace -o {path} -- python train.py makes one") from error

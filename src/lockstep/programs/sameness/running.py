@@ -51,10 +51,7 @@ def record(command: str, limits: Limits, runs: tuple[str, ...] = ("run",)) -> Wr
     Raises:
         UserError: it took no step, failed, or hangs.
     """
-    written = Written(command, {}, {})
-    for name in runs:
-        written.runs[name], written.ended[name] = _run(command, limits, flip_of(name))
-    return written
+    return Written(command, {name: _run(command, limits, flip_of(name)) for name in runs})
 
 
 def flip_of(name: str) -> int:
@@ -62,11 +59,10 @@ def flip_of(name: str) -> int:
     return int(name.partition(" ")[2] or 1) if name.startswith("flipped") else 0
 
 
-def _run(command: str, limits: Limits, flip: int) -> tuple[list[Lines], bool]:
+def _run(command: str, limits: Limits, flip: int) -> list[Lines]:
     folder = Path(tempfile.mkdtemp(prefix="lockstep_same_"))
     try:
-        outcome = _watch(command, limits, flip, folder)
-        return _lines(command, folder, outcome), outcome.ended
+        return _lines(command, folder, _watch(command, limits, flip, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -78,10 +74,6 @@ class Outcome:
     code: int | None
     late: bool
     output: list[str]
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None
 
 
 def _watch(command: str, limits: Limits, flip: int, folder: Path) -> Outcome:

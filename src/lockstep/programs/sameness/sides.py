@@ -1,7 +1,7 @@
 """Get the runs of both sides, as far as the verdict needs them: of commands, of trace files, of whatever can be run."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,14 +20,12 @@ class Program(Protocol):
 
     Attributes:
         name: what its user calls it.
-        is_recorded: whether its runs are there, and no other can be made.
     """
 
     name: str
-    is_recorded: bool
 
     def run(self, kind: str) -> Run | None:
-        """Return a run: `run`, `again`, or one of FLIPPED; None if there is none."""
+        """Return a run: `run`, `again`, or one of FLIPPED; None if a trace file has none."""
 
 
 @dataclass
@@ -37,7 +35,6 @@ class Command:
     name: str
     limits: Limits
     announce: Callable[[str], object]
-    is_recorded = False
 
     def run(self, kind: str) -> Run:
         """Run the command; for what it raises see `record`."""
@@ -48,8 +45,6 @@ class Command:
 
 class TraceFile:
     """A trace file, which is read."""
-
-    is_recorded = True
 
     def __init__(self, name: str, announce: Callable[[str], object]) -> None:
         announce(f"reading {name}")
@@ -88,46 +83,37 @@ def compared(one: Program, other: Program, twice: bool = True, start: int = 0) -
         twice: whether each is run a second time.
         start: the step before the first one that is recorded.
     """
-    programs = one, other
     pair = Pair(Side(one.name, _run(one)), Side(other.name, _run(other)), start)
     if pair.same_bits:
         return judge(pair), pair
-    sides = [pair.one, pair.other]
-    for number, each in enumerate(programs):
-        if each.is_recorded or not any(side.flipped for side in sides):
-            flipped = tuple(run for kind in FLIPPED[: 3 if each.is_recorded else 1] if (run := each.run(kind)))
-            sides[number] = replace(sides[number], flipped=flipped)
-    for number, each in enumerate(programs):
-        if twice:
-            sides[number] = replace(sides[number], again=each.run("again"))
-    if not any(side.flipped for side in sides):
+    if twice:
+        pair.one, pair.other = (
+            replace(side, again=each.run("again")) for side, each in ((pair.one, one), (pair.other, other))
+        )
+    measures = ((each, run) for each in (one, other) for kind in FLIPPED if (run := each.run(kind)))
+
+    def measure() -> bool:
+        """Add a run that measures rounding. Return whether there is one."""
+        each, run = next(measures, (one, None))
+        if run is not None:
+            if each is one:
+                pair.one = replace(pair.one, flipped=(*pair.one.flipped, run))
+            else:
+                pair.other = replace(pair.other, flipped=(*pair.other.flipped, run))
+            pair.forget()
+        return run is not None
+
+    if not measure():
         raise UserError(
             f"{one.name}: it has no run that measures rounding: record it with lockstep trace, without --once"
         )
-    witnesses = _witnesses(programs)
-
-    def witness() -> bool:
-        number, run = next(witnesses, (0, None))
-        if run is not None:
-            sides[number] = replace(sides[number], flipped=(*sides[number].flipped, run))
-            pair.one, pair.other = sides
-        return run is not None
-
-    pair.one, pair.other = sides
-    pair.forget()
-    return judge(pair, witness), pair
+    return judge(pair, measure), pair
 
 
 def _run(program: Program) -> Run:
     run = program.run("run")
     assert run is not None
     return run
-
-
-def _witnesses(programs: tuple[Program, Program]) -> Iterator[tuple[int, Run | None]]:
-    for number, each in enumerate(programs):
-        if not each.is_recorded:
-            yield from ((number, each.run(kind)) for kind in FLIPPED[1:])
 
 
 def _is_trace(text: str) -> bool:

@@ -125,4 +125,4 @@ def read_run(folder: Path) -> Run:
         raise WorkerFailed(
             f"steps can't be recorded: {' '.join(errors[0].split())[-300:] if errors else 'none was taken'}"
         )
-    return Run.of([lines for lines in processes if any("step" in line for line in lines)], True)
+    return Run.of([lines for lines in processes if any("step" in line for line in lines)])

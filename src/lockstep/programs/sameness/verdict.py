@@ -4,15 +4,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.programs.sameness.causes import Cause, causes
+from lockstep.programs.sameness.causes import LABELS, Cause, causes
 from lockstep.programs.sameness.judging import SHOWN, STAGES, STATE, Pair, differs_from_itself, unlike
 from lockstep.programs.sameness.recorded import Run, Side, Tensor
 from lockstep.text import join_names, plural
 
 SMALL = 0.05  # a difference up to this share of the size, without a cause, may be rounding that has grown
 HIDES = 0.1  # a share of the gradients' size: larger rounding hides a mistake
-ORDINALS = ("first", "second")
-WITNESSES = 2  # further runs that measure rounding then
+FURTHER = 2  # further runs that measure rounding then
 
 
 @dataclass
@@ -46,12 +45,12 @@ class Verdict:
         return asdict(self)
 
 
-def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
+def judge(pair: Pair, measure: Callable[[], bool] = lambda: False) -> Verdict:
     """Decide whether two programs are the same.
 
     Args:
         pair: the programs, with the runs that measure rounding.
-        witness: adds one more run that measures rounding to the pair, and returns whether it could. It is called if a
+        measure: adds one more run that measures rounding to the pair, and returns whether it could. It is called if a
             small difference without a cause decides.
     """
     notes = [*_notes(pair)]
@@ -63,16 +62,12 @@ def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
     unsteady = [_unlike(side) for side in (pair.one, pair.other)]
     if any(unsteady):
         return _unsteady(pair, unsteady, notes)
-    step = pair.first_difference
-    named = causes(pair, step) if step is not None else []
-    for _ in range(WITNESSES):
-        if step is None or _named(named) or not witness or max(pair.largest(each, step) for each in SHOWN) > SMALL:
-            break
-        if not witness():
-            break
-        pair.forget()
+    for further in range(FURTHER + 1):
         step = pair.first_difference
         named = causes(pair, step) if step is not None else []
+        is_clear = step is None or _named(named) or max(pair.largest(each, step) for each in SHOWN) > SMALL
+        if is_clear or further == FURTHER or not measure():
+            break
     lengths = pair.one.run.length, pair.other.run.length
     if step is None and lengths[0] != lengths[1]:
         return _shorter(pair, notes)
@@ -89,11 +84,7 @@ def _unlike(side: Side) -> str | None:
 
 def _unsteady(pair: Pair, unsteady: list[str | None], notes: list[str]) -> Verdict:
     odd = [number for number, what in enumerate(unsteady) if what]
-    who = (
-        "both programs differ from themselves"
-        if len(odd) == 2
-        else f"the {ORDINALS[odd[0]]} program differs from itself"
-    )
+    who = "both programs differ from themselves" if len(odd) == 2 else f"{LABELS[odd[0]]} program differs from itself"
     line = f"different: {who} when run again, in the {unsteady[odd[0]]}"
     what = f"{who}: each run draws other numbers"
     change = "seed torch, numpy and random, and the loader's generator and workers"
@@ -108,7 +99,7 @@ def _itself(start: int, number: int, side: Side, at: int) -> str:
     where = "in its initial state" if at == 0 else f"from step {at + start} on"
     far = Pair(side, Side(side.name, side.again or side.run))
     size = max(far.largest(stage, max(at, 1)) for stage in SHOWN)
-    return f"the {ORDINALS[number]} program differs from itself {where}, by {size:.0e} of the size"
+    return f"{LABELS[number]} program differs from itself {where}, by {size:.0e} of the size"
 
 
 def _rounding_line(pair: Pair) -> str:
@@ -136,9 +127,9 @@ def _unseen(pair: Pair) -> list[str]:
 
 def _shorter(pair: Pair, notes: list[str]) -> Verdict:
     one, other = pair.one.run.length, pair.other.run.length
-    side, few, many = ("first", one, other) if one < other else ("second", other, one)
-    line = f"different: the {side} program takes {plural(few, 'step')}, the other one {many} or more"
-    what = f"the {side} program ends after {plural(few, 'step')}; those are the same in both"
+    program, few, many = f"{LABELS[other < one]} program", min(one, other), max(one, other)
+    line = f"different: {program} takes {plural(few, 'step')}, the other one {many} or more"
+    what = f"{program} ends after {plural(few, 'step')}; those are the same in both"
     cause = Cause("number of steps", what, "epochs, drop_last, and how the samples are divided among ranks")
     return Verdict(1, line, few + 1 + pair.start, [cause], notes, rows(pair))
 
@@ -153,7 +144,7 @@ def _what(pair: Pair, step: int) -> str:
     if step:
         for side, names in enumerate(pair.missing(step)):
             if names:
-                return f"only the {ORDINALS[side]} has gradients of {join_names(names)}"
+                return f"only {LABELS[side]} has gradients of {join_names(names)}"
     for stage in STAGES if step else STATE:
         odd = pair.real(stage, step)
         if odd:
@@ -174,9 +165,7 @@ def _what(pair: Pair, step: int) -> str:
 
 def _ratio(one: Tensor, other: Tensor) -> float | None:
     """Return by which factor a tensor is another one; None: it is no multiple of it."""
-    inner = float(one.sketch @ one.sketch)
-    ratio = float(one.sketch @ other.sketch) / inner if inner else 0.0
-    rest = float(((other.sketch - ratio * one.sketch) ** 2).sum()) ** 0.5 / (other.norm or 1.0)
+    ratio, rest = one.multiple(other)
     return ratio if rest < 1e-3 else None
 
 
@@ -184,7 +173,7 @@ def _notes(pair: Pair) -> list[str]:
     notes = []
     runs = pair.one.run, pair.other.run
     for number, run in enumerate(runs):
-        label = f"the {ORDINALS[number]} program"
+        label = f"{LABELS[number]} program"
         optimizers = {step.optimizer for step in run.first.steps}
         if len(optimizers) > 1:
             notes.append(f"{label} has {len(optimizers)} optimizers: each call of step() counts as a step")
