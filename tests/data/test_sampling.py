@@ -102,9 +102,9 @@ def test_any_data_set_with_labels_can_be_balanced(kind: str) -> None:
 def test_an_attribute_that_is_no_list_of_labels_is_passed_over() -> None:
     named = tensors()
     named.labels, named.targets = ["a", "b", "c"], LABELS.tolist()
-    assert labels_of(named).tolist() == LABELS.tolist()
+    assert np.asarray(labels_of(named)).tolist() == LABELS.tolist()
     named.targets = [[1], [1, 2]]
-    assert labels_of(named).tolist() == LABELS.tolist()
+    assert np.asarray(labels_of(named)).tolist() == LABELS.tolist()
 
 
 def test_labels_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

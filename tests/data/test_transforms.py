@@ -213,8 +213,8 @@ def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, co
     on = layout(1, 24, 1)
     actual = first_batch(replace(splits(dataset), labels=dataset.labels.numpy() if balanced else None), on, 3)
     for epoch in range(2):
-        labels = labels_of(actual.train)[actual.order(on, 3).encoded_ids(epoch) % 24]
-        assert np.bincount(labels).tolist() == counts
+        labels = np.asarray(labels_of(actual.train))
+        assert np.bincount(labels[actual.order(on, 3).encoded_ids(epoch) % 24]).tolist() == counts
 
 
 def test_a_repeated_sample_is_augmented_anew() -> None:

@@ -155,23 +155,19 @@ def check_checkpoint_fits(
     recorded = checkpoint["lockstep"]
     before = recorded["config"]
     _check_same_data(path, recorded, config, splits)
-    saved_model, model = before["model"]["_target_"], config.model["_target_"]
-    if saved_model != model:
-        raise UserError(
-            f"model._target_={model}, but {path} was saved by {saved_model}: give the same class; {NEW_RUN}"
-        )
+    optimizer = config.record["optimizer"].get("_target_")  # None: the module's own, which its class decides
+    for group, target, has in (
+        ("model", config.model["_target_"], "was saved by"),
+        ("optimizer", optimizer, "holds the state of"),
+    ):
+        if target and target != (saved := before[group]["_target_"]):
+            raise UserError(f"{group}._target_={target}, but {path} {has} {saved}: give the same class; {NEW_RUN}")
     groups = (each.get("lr_scale") for each in (before["optimizer"], config.optimizer))
     saved_patterns, patterns = (list(each) if isinstance(each, Mapping) else [] for each in groups)
-    if config.record["optimizer"].get("_target_") and saved_patterns != patterns:
+    if optimizer and saved_patterns != patterns:
         raise UserError(
             f"optimizer.lr_scale groups parameters by {join_names(patterns) or 'no pattern'}, but {path} groups them "
             f"by {join_names(saved_patterns) or 'no pattern'}: keep the patterns; only their factors may change"
-        )
-    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.record["optimizer"].get("_target_")
-    if optimizer and saved_optimizer != optimizer:  # otherwise the module's own, which its class decides
-        raise UserError(
-            f"optimizer._target_={optimizer}, but {path} holds the state of {saved_optimizer}: give the same class; "
-            f"{NEW_RUN}"
         )
     must_stay = {"batch_size": "", "samples": ""}
     if splits.window is not None:  # each piece is at a place of its own stream

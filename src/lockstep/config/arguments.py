@@ -108,7 +108,7 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
-        if not sweeps and not parsed.help and is_list_of_values(override):
+        if not sweeps and not parsed.help and is_sweep(override):
             name, _, value = override.partition("=")
             right = f"add -m for a run with each of them, or give '{name}=[{value}]' for a list"
             raise UserError(f"{override}: has several values: {right}; decimals have a point")
@@ -170,14 +170,9 @@ def exact_of(arguments: Sequence[str]) -> Any:
 
 
 def is_sweep(override: str) -> bool:
-    """Check whether an override lists values for several runs."""
-    return OverridesParser.create().parse_override(override).is_sweep_override()
-
-
-def is_list_of_values(override: str) -> bool:
-    """Check whether an override has values that commas divide, as in `lr=0.1,0.2`."""
+    """Check whether an override has values for several runs, as in `lr=0.1,0.2` and `seed=range(3)`."""
     try:
-        return OverridesParser.create().parse_overrides([override])[0].is_choice_sweep()
+        return OverridesParser.create().parse_overrides([override])[0].is_sweep_override()
     except OverrideParseException:  # it is refused later, with how to quote it
         return False
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from lockstep.data.datasets import (
     read_labels,
     weights_of,
 )
-from lockstep.data.splits import Source, Spec, Splits
+from lockstep.data.splits import Source, Spec, Splits, classes_of
 from lockstep.data.streams import checked_borders
 from lockstep.data.transforms import with_transforms
 from lockstep.data.user_data import source_of
@@ -173,9 +172,7 @@ def refuse_untrained_classes(source: Source) -> None:
         return
     counts = {}
     for name, dataset in (("training", source.train), ("validation", source.val), ("test", source.test)):
-        try:
-            labels = labels_of(dataset)
-        except (UserError, TypeError):  # TypeError: a data set without a length, which is refused elsewhere
+        if (labels := labels_of(dataset)) is None:
             continue
         known = labels[(labels >= 0) & (labels < source.spec.num_classes)]
         counts[name] = np.bincount(known, minlength=source.spec.num_classes)
@@ -237,12 +234,7 @@ def split_validation(
     if source.val is not None:
         return source.train, source.val, source.about
     if folding is None:
-        labels = None
-        if source.spec.task == "classification":
-            with suppress(UserError):  # they are unknown without making samples
-                labels = labels_of(source.train)
-                if labels.size and not 0 <= labels.min() <= labels.max() < source.spec.num_classes:
-                    labels = None  # which is refused later
+        labels = classes_of(source.train, source.spec)  # None: unknown, or wrong, which is refused later
         return *hold_out(source.train, fraction, seed, source.val_candidates, labels), source.about
     val_ids, line = validation_fold(source.train, source.spec, *folding, seed)
     train, val = divide(source.train, val_ids, source.val_candidates)
@@ -327,9 +319,7 @@ def validation_fold(dataset: Any, spec: Spec, folds: int, fold: int, seed: int) 
     If the labels are unknown without making samples, the folds are chosen by the hash alone, and the line states it.
     """
     stratified = ", each class alike"
-    try:
-        labels = labels_of(dataset)
-    except UserError:
+    if (labels := labels_of(dataset)) is None:
         labels = np.zeros(len(dataset), dtype=np.int64)
         stratified = " by chance, since the data set has no attribute labels or targets with one class for each sample"
     classes, counts = np.unique(labels, return_counts=True)

@@ -77,12 +77,31 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
-def innermost_dataset(dataset: Any, *others: type) -> Any:
-    """Return the data set inside all `Subset`s and objects of `others`.
+class Wrapper:
+    """A data set that changes the samples or the batches of another one, of which it has the length and the labels.
+
+    Args:
+        dataset: map-style.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def labels(self) -> Ids | None:
+        """The labels of all samples, see `labels_of`."""
+        return labels_of(self.dataset)
+
+
+def innermost_dataset(dataset: Any, in_wrappers: bool = False) -> Any:
+    """Return the data set inside all `Subset`s, and if `in_wrappers` inside what changes its samples or batches.
 
     Do not open a class derived from Subset: it may change samples.
     """
-    while type(dataset) in (Subset, *others):
+    while type(dataset) is Subset or (in_wrappers and isinstance(dataset, Wrapper)):
         dataset = dataset.dataset
     return dataset
 
@@ -183,8 +202,8 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def labels_of(dataset: Any) -> Ids:
-    """Return the labels of all samples, int64 [n]. Load no sample.
+def labels_of(dataset: Any) -> Ids | None:
+    """Return the labels of all samples, int64 [n]; None if they are unknown. Load no sample.
 
     They are the attribute `labels` or `targets`, the second tensor of a TensorDataset, or those of the data sets inside
     a Subset or a ConcatDataset.
@@ -194,21 +213,26 @@ def labels_of(dataset: Any) -> Ids:
         if labels.shape == (len(dataset),) and labels.dtype.kind in "iu":
             return labels.astype(np.int64, copy=False)  # a copy of a memory-mapped array could be large
     if type(dataset) is Subset:
-        return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+        inner = labels_of(dataset.dataset)
+        return None if inner is None else inner[np.asarray(dataset.indices, dtype=np.int64)]
     if type(dataset) is ConcatDataset:
-        return np.concatenate([labels_of(part) for part in dataset.datasets])
-    raise UserError(
-        f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
-        "one whole number for each sample"
+        known = [each for part in dataset.datasets if (each := labels_of(part)) is not None]
+        return np.concatenate(known) if len(known) == len(dataset.datasets) else None
+    return None
+
+
+def unknown_labels(dataset: Any) -> UserError:
+    """Return the error about a data set whose labels are unknown."""
+    return UserError(
+        f"data: the labels of a {type(innermost_dataset(dataset, in_wrappers=True)).__name__} are unknown: give it an "
+        "attribute labels or targets with one whole number for each sample"
     )
 
 
 def read_labels(dataset: Any) -> Ids:
     """Return the labels of all samples, int64 [n]: as `labels_of` does, or else from the samples themselves."""
-    try:
-        labels = labels_of(dataset)
-    except UserError as unknown:
-        return _labels_of_samples(dataset, unknown)
+    if (labels := labels_of(dataset)) is None:
+        return _labels_of_samples(dataset)
     compared = np.unique(np.linspace(0, len(dataset) - 1, COMPARED).astype(np.int64))
     for index, label in zip(compared, _labels_in(fetch(dataset, compared), len(compared)), strict=False):
         if label != labels[index]:
@@ -219,18 +243,19 @@ def read_labels(dataset: Any) -> Ids:
     return labels
 
 
-def _labels_of_samples(dataset: Any, unknown: UserError) -> Ids:
-    """Return the labels of all samples from the samples; raise `unknown` if they have none."""
+def _labels_of_samples(dataset: Any) -> Ids:
+    """Return the labels of all samples from the samples."""
     count, parts, began = len(dataset), [], time.monotonic()
     for start in range(0, count, READ_AT_ONCE):
         ids = np.arange(start, min(start + READ_AT_ONCE, count))
         labels = _labels_in(fetch(dataset, ids), len(ids))
         if len(labels) != len(ids):
-            raise unknown
+            raise unknown_labels(dataset)
         parts.append(labels)
         seconds = (time.monotonic() - began) / (ids[-1] + 1) * count
         if seconds > READING_SECONDS:
-            raise UserError(f"{unknown} (to read {count:,} samples for their labels would take {seconds:.0f} s)")
+            takes = f"to read {count:,} samples for their labels would take {seconds:.0f} s"
+            raise UserError(f"{unknown_labels(dataset)} ({takes})")
     return np.concatenate(parts)
 
 

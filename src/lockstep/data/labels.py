@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset, labels_of
+from lockstep.data.datasets import ArrayDataset, fetch, innermost_dataset, labels_of
 from lockstep.data.splits import Spec, Splits
 from lockstep.errors import StepRefused, UserError
 
@@ -93,9 +93,8 @@ class SampleCheck:
             raise UserError(wrong)
         if not self.labels:
             return
-        try:
-            labels: Ids = labels_of(self.dataset)
-        except UserError:
+        labels = labels_of(self.dataset)
+        if labels is None:
             if memory is not None:
                 self((None, memory.labels[:1]), [0])
             return

@@ -11,10 +11,9 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import Ids, Weights, differ, labels_of
+from lockstep.data.datasets import Ids, Weights, differ, labels_of, unknown_labels
 from lockstep.data.iterables import StreamSamples
 from lockstep.data.samplers import DrawnOrder, Draws
-from lockstep.errors import UserError
 
 Sizes = tuple[tuple[int, int], ...]  # width and height of image files
 # The tasks of a data set, each with the noun for its `classes`.
@@ -69,6 +68,14 @@ def same_classes(one: Sequence[str], other: Sequence[str]) -> bool:
     """
     names = ([unicodedata.normalize("NFC", name).strip() for name in each] for each in (one, other))
     return next(names) == next(names)
+
+
+def classes_of(dataset: Any, spec: Spec) -> Ids | None:
+    """Return the class of each sample, int64 [n]; None if they are unknown, or a sample has no class or several."""
+    labels = labels_of(dataset) if spec.task == "classification" else None
+    if labels is None or not len(labels) or labels.min() < 0 or labels.max() >= spec.num_classes:
+        return None
+    return labels
 
 
 @dataclass(frozen=True)
@@ -230,23 +237,21 @@ class Splits:
         return self.split("train").order(layout, seed, self.labels)
 
     def train_labels(self) -> Ids:
-        """Return the labels of the training samples, int64 [n]; raise what `labels_of` raises."""
-        return labels_of(self.train) if self.labels is None else self.labels
+        """Return the labels of the training samples, int64 [n].
+
+        Raises:
+            UserError: they are unknown.
+        """
+        labels = labels_of(self.train) if self.labels is None else self.labels
+        if labels is None:
+            raise unknown_labels(self.train)
+        return labels
 
     @property
     def sizes(self) -> dict[str, int | None]:
         """The number of samples of train, val and test; None if there is no such split."""
         datasets = {"train": self.train, "val": self.val, "test": self.test}
         return {name: None if dataset is None else len(dataset) for name, dataset in datasets.items()}
-
-    def classes_of(self, dataset: Any) -> Ids | None:
-        """Return the class of each sample of one of the splits, int64 [n]; None if a sample has no class or several."""
-        try:
-            labels = labels_of(dataset)
-        except UserError:
-            return None
-        valid = len(labels) and labels.min() >= 0 and labels.max() < self.spec.num_classes
-        return labels if valid and self.spec.task == "classification" else None
 
     def class_counts(self) -> dict[str, int] | None:
         """Return the number of training samples of each class, by name, in the order of the labels.
@@ -255,7 +260,7 @@ class Splits:
             The counts; None if the data set has no attribute with its labels, or a label is not the number of a class,
             or with a window: the labels of so many samples are not read for a line of a report.
         """
-        labels = self.classes_of(self.train) if self.window is None else None
+        labels = classes_of(self.train, self.spec) if self.window is None else None
         if labels is None:
             return None
         counts = np.bincount(labels, minlength=self.spec.num_classes)

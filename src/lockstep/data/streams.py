@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.streams import ShardNeed
-from lockstep.data.datasets import Ids, innermost_dataset, weights_of
+from lockstep.data.datasets import Ids, Wrapper, innermost_dataset, weights_of
 from lockstep.data.splits import Source, Splits
-from lockstep.data.transforms import Transformed
 from lockstep.errors import UserError
 
 
@@ -53,7 +52,7 @@ def reads_ahead(dataset: Any) -> ReadsAhead | None:
 
     A Subset has other ids than its data set, so for a Subset it is None.
     """
-    dataset = dataset.dataset if type(dataset) is Transformed else dataset
+    dataset = dataset.dataset if isinstance(dataset, Wrapper) else dataset
     return dataset if hasattr(dataset, "will_need") else None
 
 
@@ -62,7 +61,7 @@ def fetch_counts(dataset: Any) -> Mapping[str, int] | None:
 
     The numbers are `bytes`; `hits`, how often a shard was there when it was read first; and `waits`, how often not.
     """
-    dataset = innermost_dataset(dataset, Transformed)
+    dataset = innermost_dataset(dataset, in_wrappers=True)
     counts: Mapping[str, int] | None = dataset.fetch_counts() if hasattr(dataset, "fetch_counts") else None
     return counts
 
@@ -72,7 +71,7 @@ def room_note(splits: Splits, layout: Layout) -> str:
 
     A data set states that by its method `room_note`, which gets the number of pieces of a machine and the window.
     """
-    train = innermost_dataset(splits.train, Transformed)
+    train = innermost_dataset(splits.train, in_wrappers=True)
     if splits.window is None or not hasattr(train, "room_note"):
         return ""
     counts, devices = layout.counts, layout.devices

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import Ids, fetch, fingerprint, labels_of
+from lockstep.data.datasets import Wrapper, fetch, fingerprint
 from lockstep.data.splits import Spec, Splits
 from lockstep.errors import UserError
 
@@ -17,7 +17,7 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard devia
 TRIED = 8  # samples that are made before a run begins
 
 
-class Transformed:
+class Transformed(Wrapper):
     """A data set with transforms: its samples `(image, ...)` become `(tensor [C, H, W], ...)`.
 
     Args:
@@ -32,7 +32,8 @@ class Transformed:
     def __init__(self, dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: str) -> None:
         from torchvision.transforms.v2.functional import to_image
 
-        self.dataset, self.key = dataset, key
+        super().__init__(dataset)
+        self.key = key
         self.names = getattr(dataset, "names", None)  # of image files
         self.transforms = [*transforms, to_image]
         self._sample = getattr(dataset, "whole", dataset.__getitem__)
@@ -40,9 +41,6 @@ class Transformed:
             self.collate_fn = dataset.collate_fn
         self._shape: torch.Size | None = None
         self._shape = self[0][0].shape
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         sample = self._sample(index)
@@ -64,11 +62,6 @@ class Transformed:
                 "CenterCrop, of torchvision.transforms.v2"
             )
         return (image, *rest)
-
-    @property
-    def labels(self) -> Ids:
-        """The labels of all samples; raises what `labels_of` raises."""
-        return labels_of(self.dataset)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data set without transforms."""

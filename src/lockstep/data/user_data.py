@@ -290,9 +290,8 @@ def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:
     if not isinstance(number, int):
         if not (isinstance(y, Tensor) and y.ndim == 1 and y.dtype == torch.int64):
             return ("value",)
-        try:
-            number = int(labels_of(train).max()) + 1
-        except UserError:
+        if (labels := labels_of(train)) is None:
             name = type(module).__name__
-            raise UserError(f"data: the number of classes is unknown: give {name} an attribute num_classes") from None
+            raise UserError(f"data: the number of classes is unknown: give {name} an attribute num_classes")
+        number = int(labels.max()) + 1
     return tuple(map(str, range(number)))

@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.datasets import Ids, Weights, checked_weights, innermost_dataset, labels_of, weights_of
+from lockstep.data.datasets import Weights, Wrapper, checked_weights, innermost_dataset, weights_of
 from lockstep.data.iterables import StreamSamples
 from lockstep.data.samplers import Draws, draws_itself, of_all_ranks
 from lockstep.data.splits import Split
@@ -26,7 +26,7 @@ from lockstep.errors import UserError
 NO_BATCH_SIZE = "a batch_sampler or no batch_size: use batch_size instead"
 
 
-class _Collated:
+class _Collated(Wrapper):
     """A data set with the `collate_fn` of its loader.
 
     Args:
@@ -35,18 +35,11 @@ class _Collated:
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        super().__init__(dataset)
+        self.collate_fn = collate_fn
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
-
-    @property
-    def labels(self) -> Ids:
-        """The labels of all samples; raises what `labels_of` raises."""
-        return labels_of(self.dataset)
 
     @property
     def sample_weights(self) -> Weights | None:
@@ -211,6 +204,6 @@ def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weight
 
 def innermost_of_user(dataset: Any) -> Any:
     """Return the data set below subsets and loaders' wrappers; of a ConcatDataset the first one."""
-    while isinstance(dataset, Subset | _Collated | ConcatDataset):
+    while isinstance(dataset, Subset | Wrapper | ConcatDataset):
         dataset = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset.dataset
     return dataset

@@ -16,7 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
-from lockstep.data.splits import TASKS
+from lockstep.data.splits import TASKS, classes_of
 from lockstep.launch.machine import computes_bf16
 from lockstep.text import plural, short_path
 
@@ -230,7 +230,7 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
     num_classes = splits.spec.num_classes
     dataset = getattr(splits, split) if split else None
-    if dataset is None or num_classes < 2 or (labels := splits.classes_of(dataset)) is None:
+    if dataset is None or num_classes < 2 or (labels := classes_of(dataset, splits.spec)) is None:
         return None
     from scipy.special import bdtrc  # it takes a tenth of a second, which a start needs not wait for
 
