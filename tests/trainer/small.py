@@ -3,12 +3,14 @@
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
@@ -25,6 +27,7 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "max_epochs": 2,
 }
+LAYOUTS: dict[str, dict[str, Any]] = {"one": {"pieces": 4}, "dp": {"pieces": 4, "strategy": "dp", "devices": 3}}
 
 
 class Net(pl.LightningModule):
@@ -55,6 +58,42 @@ class Net(pl.LightningModule):
 def samples() -> TensorDataset:
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x[:, :3] + 0.5 * x[:, 3:6]).argmax(1))
+
+
+NUMBERS = {value: index for index, value in enumerate(samples().tensors[0][:, 0].tolist())}
+
+
+def numbers(batch: Any) -> list[int]:
+    """Return which samples a batch has."""
+    return [NUMBERS[value] for value in batch[0][:, 0].tolist()]
+
+
+class Seen(Net):
+    """Records which samples each epoch has, and each batch of an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.trained: list[list[int]] = []
+        self.evaluated: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.trained) <= self.current_epoch:
+            self.trained.append([])
+        self.trained[-1] += numbers(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated.append(numbers(batch))
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated.append(numbers(batch))
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.evaluated.append(numbers(batch))
+        return super().predict_step(batch, batch_idx)
 
 
 class Data(pl.LightningDataModule):
@@ -104,12 +143,18 @@ def lines_of_lockstep(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "lockstep"]
 
 
-def fit(folder: Path, *data: Any, kind: type[pl.LightningModule] = Net, **options: Any) -> str:
+def fit(folder: Path, *data: Any, kind: Callable[[], Any] = Net, ckpt_path: Any = None, **options: Any) -> str:
     """Fit and return the SHA-256 of the weights."""
     pl.seed_everything(0, verbose=False)
     module = kind()
-    trainer(folder, **options).fit(module, *(data or [loader()]))
+    made: Any = trainer(folder, **options)
+    made.fit(module, *(data or [loader()]), ckpt_path=ckpt_path)
     return lockstep.weights_sha256(module.state_dict())
+
+
+def saved_steps(folder: Path) -> ModelCheckpoint:
+    """Return a callback that writes a checkpoint `step=<n>.ckpt` after each step."""
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
 
 
 def loader(**options: Any) -> DataLoader[Any]:

@@ -7,9 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
-from trainer.small import QUIET, SAMPLES, Net, fit, loader, samples, trainer
+from trainer.small import QUIET, SAMPLES, Net, Seen, fit, loader, samples, trainer
 
 import lockstep
 from lockstep.errors import UserError
@@ -17,26 +16,14 @@ from lockstep.errors import UserError
 SMALL = 12  # samples of a batch; an epoch has eleven of them
 
 
-class Seen(Net):
-    """Records the samples that it trains on and validates, the optimizer steps at each validation, and a schedule."""
+class Scheduled(Seen):
+    """Records the optimizer steps at each validation, and a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-        self.trained: list[list[int]] = []
-        self.validated: list[list[int]] = []
         self.steps: list[int] = []
         self.estimated: Any = None
         self.rates: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if len(self.trained) <= self.current_epoch:
-            self.trained.append([])
-        self.trained[-1] += numbers(batch)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated.append(numbers(batch))
 
     def on_validation_start(self) -> None:
         self.steps.append(self.trainer.global_step)
@@ -46,24 +33,16 @@ class Seen(Net):
 
     def configure_optimizers(self) -> Any:
         self.estimated = self.trainer.estimated_stepping_batches
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        optimizer = super().configure_optimizers()
         per_epoch = math.ceil(11 / self.trainer.accumulate_grad_batches)  # as users compute it
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, per_epoch, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-ALL = samples().tensors[0][:, 0].tolist()
-NUMBERS = {value: index for index, value in enumerate(ALL)}
-
-
-def numbers(batch: Any) -> list[int]:
-    return [NUMBERS[value] for value in batch[0][:, 0].tolist()]
-
-
-def fitted(folder: Path, ours: bool, train: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Seen]:
+def fitted(folder: Path, ours: bool, train: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Scheduled]:
     """Fit by our Trainer or Lightning's. Return the Trainer and the module."""
     torch.manual_seed(0)
-    module = Seen()
+    module = Scheduled()
     train = train or loader(batch_size=SMALL, shuffle=False)
     options = {"num_sanity_val_steps": 0, **options}
     made: Any = trainer(folder, **options) if ours else pl.Trainer(default_root_dir=folder, **{**QUIET, **options})
@@ -109,10 +88,10 @@ def test_batches_count_as_with_lightning(tmp_path: Path, name: str) -> None:
     assert made.global_step == theirs.global_step
     assert made.current_epoch == theirs.current_epoch
     assert module.trained == expected.trained
-    number, batches = len(expected.steps), len(expected.validated)
+    number, batches = len(expected.steps), len(expected.evaluated)
     assert module.steps[:number] == expected.steps
     assert module.steps[number:] in ([], [made.global_step])  # the final weights are always validated
-    assert module.validated[:batches] == expected.validated
+    assert module.evaluated[:batches] == expected.evaluated
     assert module.estimated == expected.estimated
     assert module.rates == expected.rates
     for one, other in zip(module.parameters(), expected.parameters(), strict=True):

@@ -92,8 +92,13 @@ def collate_that_stops(error: type[BaseException]) -> Callable[[Any], Any]:
     return collate
 
 
-@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration, GeneratorExit, SystemExit])
-@pytest.mark.parametrize("place", ["train", "val", "collate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        *((place, StopIteration) for place in ("train", "val", "collate", "test", "predict")),
+        *(("train", error) for error in (StopAsyncIteration, GeneratorExit, SystemExit)),
+    ],
+)
 def test_of_a_data_set_none_ends_a_run(tmp_path: Path, place: str, error: type[BaseException]) -> None:
     with pytest.raises(
         StepRefused, match=rf"^{error.__name__} was raised at .*test_ends.py:\d+ in (__getitem__|collate)"

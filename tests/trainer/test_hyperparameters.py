@@ -47,7 +47,7 @@ PLAIN = {"net": {"width": 3, "sizes": [1, 2]}, "lr": 0.1, "same": 0.1}
 
 
 def last_of(folder: Path, module: Any, *data: Any, **options: Any) -> Path:
-    trainer(folder, max_epochs=1, **options).fit(module, *(data or [loader()]))
+    trainer(folder, max_steps=1, **options).fit(module, *(data or [loader()]))
     [file] = folder.rglob("last.ckpt")
     torch.load(file, weights_only=True)
     return file

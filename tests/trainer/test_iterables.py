@@ -9,9 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
-from trainer.small import QUIET, SAMPLES, Net, loader, samples, trainer
+from trainer.small import QUIET, SAMPLES, Seen, loader, samples, trainer
 
 import lockstep
 from lockstep.data import iterables
@@ -19,7 +18,6 @@ from lockstep.errors import StepRefused, UserError
 from lockstep.launch.environment import environment
 
 ALL = samples()
-NUMBERS = {value: index for index, value in enumerate(ALL.tensors[0][:, 0].tolist())}
 SIZE = 24
 
 
@@ -92,25 +90,6 @@ STREAMS: dict[str, Any] = {
 }
 
 
-class Seen(Net):
-    """Records the samples that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-        self.trained: list[list[int]] = []
-        self.validated: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.trained += [[]] * (self.current_epoch + 1 - len(self.trained))
-        self.trained[-1] = self.trained[-1] + [NUMBERS[value] for value in batch[0][:, 0].tolist()]
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated += [NUMBERS[value] for value in batch[0][:, 0].tolist()]
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-
 def fitted(folder: Path, name: str, ours: bool = True, ckpt_path: Any = None, **changes: Any) -> tuple[Any, Seen]:
     make, of_loader, options = STREAMS[name]
     pl.seed_everything(0, verbose=False)
@@ -136,7 +115,7 @@ def test_a_stream_gives_each_layout_what_one_device_reads(tmp_path: Path, name: 
     one = lockstep.weights_sha256(module.state_dict())
     theirs, expected = fitted(tmp_path / "theirs", name, ours=False)
     assert made.global_step == theirs.global_step
-    assert module.validated[: len(expected.validated)] == expected.validated
+    assert module.evaluated[: len(expected.evaluated)] == expected.evaluated
     if name == "shuffled":
         assert sorted(module.trained[0]) == sorted(module.trained[1]) == list(range(SAMPLES))
         assert module.trained[0] != module.trained[1]

@@ -6,9 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from trainer.small import Net, loader, trainer
+from trainer.small import Net, loader, saved_steps, trainer
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
@@ -125,8 +124,7 @@ class Alone(Net):
 def run(folder: Path, kind: type[pl.LightningModule], ckpt: Path | None = None, **options: Any) -> str:
     pl.seed_everything(0, verbose=False)
     module = kind()
-    save = ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)
-    made = trainer(folder, **{"exact": True, "pieces": 2, "callbacks": [save], **options})
+    made = trainer(folder, **{"exact": True, "pieces": 2, "callbacks": [saved_steps(folder / "all")], **options})
     made.fit(module, loader(), ckpt_path=ckpt)
     everything = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return lockstep.weights_sha256(everything)

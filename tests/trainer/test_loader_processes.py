@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, get_worker_info
-from trainer.small import BATCH, Net, fit, loader, samples
+from trainer.small import BATCH, Net, Seen, fit, loader, samples
 from trainer.test_loaders import Counts, drawn
 
 import lockstep
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 def test_ranks_share_the_order_of_a_sampler(tmp_path: Path) -> None:
     one, _ = drawn(tmp_path, "a sampler with a state")
     counts = loader(batch_size=12, shuffle=None, sampler=Counts(samples()), num_workers=1)
-    assert lockstep.launch(lambda: fit(tmp_path, counts, exact=True, pieces=2), devices=2) == one
+    assert lockstep.launch(lambda: fit(tmp_path, counts, kind=Seen, exact=True, pieces=2), devices=2) == one
 
 
 class OfRank(DistributedSampler[Any]):

@@ -18,16 +18,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from trainer.small import BATCH, SAMPLES, Net, fit, loader, samples, trainer
+from trainer.small import BATCH, LAYOUTS, SAMPLES, Net, Seen, fit, loader, samples, trainer
 
 import lockstep
 from lockstep.data.user_data import source_of
 from lockstep.errors import UserError
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"pieces": 4},
-    "dp": {"pieces": 4, "strategy": "dp", "devices": 3},
-}
 
 
 class Sizes(Dataset[Any]):
@@ -53,26 +48,27 @@ class Recorded(Net):
     validation_step = test_step = predict_step = _record  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def evaluate(folder: Path, stage: str, module: Net, data: Any, **options: Any) -> None:
+    """Let a module evaluate a loader, also as the validation of a fit."""
+    made = trainer(folder, max_epochs=1, num_sanity_val_steps=0, **options)
+    if stage == "fit":
+        made.fit(module, loader(), data)
+    else:
+        getattr(made, stage)(module, data)
+
+
+STAGES = [("fit", "dp"), ("validate", "one"), ("test", "dp"), ("predict", "dp"), ("predict", "one")]
+
+
+@pytest.mark.parametrize(("stage", "layout"), STAGES)
 def test_the_batches_of_an_evaluation_have_the_loaders_size(tmp_path: Path, stage: str, layout: str) -> None:
     for options in ({}, {"batch_size": BATCH}):
         module = Recorded()
-        made = trainer(tmp_path, **LAYOUTS[layout], **options)
-        verbose = {} if stage == "predict" else {"verbose": False}
-        getattr(made, stage)(module, DataLoader(samples(), batch_size=50), **verbose)
+        evaluate(tmp_path, stage, module, DataLoader(samples(), batch_size=50), **LAYOUTS[layout], **options)
         assert [size[0] for size in module.sizes] == [50, 50, 32]
-        module.sizes.clear()
-        getattr(made, stage)(module, DataLoader(Sizes(), batch_size=1), **verbose)
+        module = Recorded()
+        evaluate(tmp_path, stage, module, DataLoader(Sizes(), batch_size=1), **LAYOUTS[layout], **options)
         assert module.sizes == [(1, 8 + index) for index in range(7)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_batches_of_a_validation_in_fit_have_the_loaders_size(tmp_path: Path, layout: str) -> None:
-    module = Recorded()
-    made = trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0, **LAYOUTS[layout])
-    made.fit(module, loader(), DataLoader(Sizes(), batch_size=1))
-    assert module.sizes == [(1, 8 + index) for index in range(7)]
 
 
 class OneClass(RandomSampler):
@@ -148,52 +144,38 @@ DRAWS: dict[str, Any] = {
 }
 
 
-class Remembers(Net):
-    """Records the samples of each epoch, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, list[float]] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.setdefault(self.current_epoch, []).extend(batch[0][:, 0].tolist())
-        return super().training_step(batch, batch_idx)
-
-
-def drawn(folder: Path, kind: str, ckpt_path: Any = None, **options: Any) -> tuple[str, list[list[float]]]:
+def drawn(folder: Path, kind: str, ckpt_path: Any = None, **options: Any) -> tuple[str, list[list[int]]]:
     """Fit with a loader that draws in one of the ways of DRAWS. Return the hash and the samples of the epochs."""
     data = samples()
     made = DRAWS[kind][0](data)
     pl.seed_everything(0, verbose=False)
-    module = Remembers()
+    module = Seen()
     size: dict[str, Any] = {} if "batch_sampler" in made else {"batch_size": 12}
     fitted = trainer(folder, **{"exact": True, "pieces": 2, **options})
     fitted.fit(module, DataLoader(data, **size, **made), ckpt_path=ckpt_path)
-    return lockstep.weights_sha256(module.state_dict()), list(module.seen.values())
+    return lockstep.weights_sha256(module.state_dict()), module.trained
 
 
 @pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_order_of_an_epoch_is_what_the_sampler_gives(tmp_path: Path, kind: str) -> None:
     one, (first, second) = drawn(tmp_path, kind)
-    data = samples()
-    number = {value: index for index, value in enumerate(data.tensors[0][:, 0].tolist())}
-    ids, expected = [number[value] for value in first], DRAWS[kind][1]
-    classes = data.tensors[1][ids].tolist()
+    data, expected = samples(), DRAWS[kind][1]
+    classes = data.tensors[1][first].tolist()
     assert len(first) == len(second)
-    assert expected in (None, len(ids))
+    assert expected in (None, len(first))
     if "subclass of Random" in kind or "torch's" in kind:
         assert set(classes) == {0}
     elif "Sequential" in kind:
-        assert ids == list(range(SAMPLES))[::-1]
+        assert first == list(range(SAMPLES))[::-1]
     elif kind == "SubsetRandomSampler":
-        assert sorted(ids) == list(range(5, 77))
+        assert sorted(first) == list(range(5, 77))
     elif kind == "a list":
-        assert ids == [3, 1, 2] * 20
+        assert first == [3, 1, 2] * 20
     elif kind == "a batch sampler":
         assert all(sorted(classes[at : at + 24]) == [0] * 8 + [1] * 8 + [2] * 8 for at in range(0, 96, 24))
     elif kind == "a generator":
-        assert ids == list(RandomSampler(data, generator=seeded(5))), "Lightning's order"
+        assert first == list(RandomSampler(data, generator=seeded(5))), "Lightning's order"
     if kind not in ("a subclass of SequentialSampler", "a list"):
         assert first != second
         if kind not in ("a sampler with a state", "a generator", "a distributed one with a seed"):
@@ -206,40 +188,22 @@ def test_the_order_of_an_epoch_is_what_the_sampler_gives(tmp_path: Path, kind: s
     assert drawn(folder, kind, ckpt_path="last")[0] == one
 
 
-def evaluated(folder: Path, stage: str, **options: Any) -> list[list[int]]:
-    """Return the numbers of the samples of an evaluation's batches."""
-    data, layout = samples(), options.pop("layout", LAYOUTS["one"])
-    number = {value: index for index, value in enumerate(data.tensors[0][:, 0].tolist())}
-    batches: list[list[int]] = []
-
-    class Seen(Net):
-        def _record(self, batch: Any, batch_idx: int) -> None:
-            batches.append([number[value] for value in batch[0][:, 0].tolist()])
-
-        validation_step = test_step = predict_step = _record  # type: ignore[assignment]
-
-    made = trainer(folder, max_epochs=1, num_sanity_val_steps=0, **layout)
-    loaders = DataLoader(data, **{key: value(data) if callable(value) else value for key, value in options.items()})
-    if stage == "fit":
-        made.fit(Seen(), loader(), loaders)
-    else:
-        getattr(made, stage)(Seen(), loaders)
-    return batches
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(("stage", "layout"), STAGES)
 def test_an_evaluation_reads_what_its_sampler_gives(tmp_path: Path, stage: str, layout: str) -> None:
-    def batches(**options: Any) -> list[list[int]]:
-        return evaluated(tmp_path, stage, layout=LAYOUTS[layout], **options)
+    data = samples()
 
-    assert batches(batch_size=50, sampler=Backwards)[0] == list(range(SAMPLES - 1, SAMPLES - 51, -1))
+    def batches(**options: Any) -> list[list[int]]:
+        evaluate(tmp_path, stage, module := Seen(), DataLoader(data, **options), **LAYOUTS[layout])
+        return module.evaluated
+
+    backwards = Backwards(data)
+    assert batches(batch_size=50, sampler=backwards)[0] == list(range(SAMPLES - 1, SAMPLES - 51, -1))
     drawn_ids = [each for batch in batches(batch_size=9, sampler=SubsetRandomSampler(range(5, 35))) for each in batch]
     assert sorted(drawn_ids) == list(range(5, 35))
     unlike = [[4, 2], [7, 7, 7], [1]]
     assert batches(batch_sampler=unlike) == unlike
     assert [len(each) for each in batches(batch_size=50, drop_last=True)] == [50, 50]
-    assert [len(each) for each in batches(batch_size=50, sampler=Backwards, drop_last=True)] == [50, 50]
+    assert [len(each) for each in batches(batch_size=50, sampler=backwards, drop_last=True)] == [50, 50]
 
 
 class Changes(pl.Callback):

@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ from lockstep.trainer.parts import OneOptimizerCheck
 @pytest.fixture(autouse=True)
 def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+
+@cache
+def plain(folder: Path) -> str:
+    return fit(folder / "plain", exact=True, pieces=2, max_epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda options: re.sub(r" object at 0x\w+", "", str(options)),  # the same in each worker of pytest
 )
 def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = fit(tmp_path / "plain", exact=True, pieces=2, max_epochs=1)
+    expected = plain(tmp_path.parent)
     assert fit(tmp_path, exact=True, pieces=2, max_epochs=1, **options) == expected
 
 
@@ -400,9 +406,9 @@ def test_ranks_do_not_look_for_a_learning_rate(tmp_path: Path, monkeypatch: pyte
     layouts: list[dict[str, Any]] = [{}, {"strategy": "dp", "devices": 2}]
     for layout in layouts:
         torch.manual_seed(0)
-        module, finder = WithRate(), LearningRateFinder(num_training_steps=40, early_stop_threshold=None)
+        module, finder = WithRate(), LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
         options: dict[str, Any] = {"callbacks": [finder], "enable_checkpointing": True, **layout}
-        trainer(tmp_path, pieces=2, exact=True, max_epochs=10, **options).fit(module, loader())
+        trainer(tmp_path, pieces=2, exact=True, max_epochs=4, **options).fit(module, loader())
         rates.append(module.lr)
     assert rates[0] == rates[1] != 0.1
 

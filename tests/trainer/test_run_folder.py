@@ -29,6 +29,7 @@ LOGGERS: dict[str, Callable[[Path], Any]] = {
     "default": lambda folder: True,
     "other": lambda folder: CSVLogger(folder / "logs", name="mine"),
 }
+NIGHTLY = pytest.mark.nightly
 PLACES = {  # of the first, second and third run
     "none": [".", "version_1", "version_2"],
     "default": [f"lightning_logs/version_{number}" for number in range(3)],
@@ -54,8 +55,15 @@ def begins(folder: Path, data: Any = None, **options: Any) -> int:
     return Begins.began
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-@pytest.mark.parametrize("callback", [None, {}, {"save_last": True}])
+@pytest.mark.parametrize(
+    ("logger", "callback"),
+    [
+        *(("none", None), ("default", {"save_last": True}), ("other", {})),
+        *(pytest.param(logger, None, marks=NIGHTLY) for logger in ("default", "other")),
+        *(pytest.param(logger, {}, marks=NIGHTLY) for logger in ("none", "default")),
+        *(pytest.param(logger, {"save_last": True}, marks=NIGHTLY) for logger in ("none", "other")),
+    ],
+)
 def test_no_run_overwrites_a_file_of_another(tmp_path: Path, logger: str, callback: Any) -> None:
     for epochs, place in zip((1, 2, 3), PLACES[logger], strict=True):
         before = checkpoints(tmp_path)
@@ -252,6 +260,17 @@ class Arrays(Files):
         self.x = np.random.default_rng(seed).normal(size=(48, 8)).astype(np.float32)
 
 
+class OnServer(Files):
+    """Samples whose bytes are known, as those of shards on a server are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0)
+        self.content = str(seed)
+
+    def content_sha256(self) -> str:
+        return self.content
+
+
 class Unknown(Files):
     """Random samples that are made for each call: nothing is known of them."""
 
@@ -272,19 +291,18 @@ OTHER_DATA: dict[str, Callable[[int], Any]] = {
     "inside another": Inside,
     "names": Files,
     "arrays": Arrays,
+    "on a server": OnServer,
     "a part": lambda seed: random_split(numbers(seed), [40, 8], torch.Generator().manual_seed(0))[0],
     "several": lambda seed: ConcatDataset([numbers(0), numbers(seed)]),
 }
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("case", OTHER_DATA)
-def test_other_data_of_the_same_size_is_refused(tmp_path: Path, case: str, exact: bool) -> None:
+def test_other_data_of_the_same_size_is_refused(tmp_path: Path, case: str) -> None:
     make = OTHER_DATA[case]
 
     def train(seed: int, epochs: int) -> int:
-        data = DataLoader(make(seed), BATCH, collate_fn=None if case != "names" else torch.utils.data.default_collate)
-        return begins(tmp_path, data, max_epochs=epochs, exact=exact, pieces=2)
+        return begins(tmp_path, DataLoader(make(seed), BATCH), max_epochs=epochs, exact=case == "tensors", pieces=2)
 
     train(1, 1)
     assert train(1, 2) > 0, "the control"
@@ -310,21 +328,22 @@ def test_the_default_checkpoint_callback_has_lightnings_attributes(tmp_path: Pat
     assert (ours.best_model_score, ours.best_k_models, ours.monitor, ours.save_top_k) == (None, {}, None, 1)
 
 
-@pytest.mark.parametrize("fitted", [False, True])
-@pytest.mark.parametrize("made_by", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_trainer_can_be_copied(tmp_path: Path, made_by: Callable[[Any], Any], fitted: bool, precision: str) -> None:
-    made = trainer(tmp_path, max_epochs=1, precision=precision)
-    if fitted:
-        made.fit(Net(), loader())
+@pytest.mark.parametrize(
+    ("made_by", "precision"),
+    [(copy.deepcopy, "32-true"), (lambda each: pickle.loads(pickle.dumps(each)), "bf16-mixed")],
+    ids=["copied", "pickled"],
+)
+def test_a_trainer_and_its_module_can_be_copied(tmp_path: Path, made_by: Callable[[Any], Any], precision: str) -> None:
+    made, module = trainer(tmp_path, max_epochs=1, precision=precision), Net()
     another = made_by(made)
     assert type(another.precision_plugin).__mro__[1:] == type(made.precision_plugin).__mro__[1:]
-    if fitted:
-        assert another.global_step == made.global_step == 6
-        return
-    for each in (made, another):
-        each.fit(Net(), loader())
+    made.fit(module, loader())
+    another.fit(made_by(module), loader())
     assert checkpoints(tmp_path) == {"checkpoints/last.ckpt": 6, "version_1/checkpoints/last.ckpt": 6}
+    copied = copy.deepcopy(made)
+    assert copied.global_step == made_by(made).global_step == 6
+    copied.save_checkpoint(tmp_path / "copy.ckpt")
+    assert checkpoint_io.step_of(tmp_path / "copy.ckpt") == 6
 
 
 @pytest.mark.usefixtures("processes")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from trainer.small import BATCH, Killed, Net, loader, samples, trainer
+from trainer.small import BATCH, Killed, Net, fit, loader, samples, saved_steps, trainer
 
 import lockstep
 
@@ -288,7 +288,7 @@ def test_what_is_trained_stays_so(tmp_path: Path, case: str) -> None:
         kinds: dict[str, Any] = {"backbone": WithBackbone, "groups": OneLayer}
         module = kinds.get(case.split()[0], Freezes)()
         module.freezes_in = case
-        callbacks: list[Any] = [ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)]
+        callbacks: list[Any] = [saved_steps(folder / "all")]
         if case == "mode":
             callbacks.append(Evaluates())
         elif case == "groups":
@@ -392,15 +392,12 @@ class Teacher(Net):
             mean.data.lerp_(value.data, 0.2)
 
     def configure_callbacks(self) -> Any:
-        return [ModelCheckpoint(self.folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+        return [saved_steps(self.folder)]
 
 
 def teach(folder: Path, ckpt: Path | None = None, killed: bool = False, **options: Any) -> str:
-    pl.seed_everything(0, verbose=False)
-    module = Teacher(folder / "all")
-    callbacks: list[Any] = [Killed()] if killed else []
-    trainer(folder, exact=True, pieces=4, callbacks=callbacks, **options).fit(module, loader(), ckpt_path=ckpt)
-    return lockstep.weights_sha256(module.state_dict())
+    options |= {"exact": True, "pieces": 4, "callbacks": [Killed()] if killed else []}
+    return fit(folder, kind=partial(Teacher, folder / "all"), ckpt_path=ckpt, **options)
 
 
 @pytest.mark.usefixtures("processes")

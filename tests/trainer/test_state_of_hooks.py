@@ -8,9 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from trainer.small import Net, loader, trainer
+from trainer.small import Net, loader, saved_steps, trainer
 
 import lockstep
 
@@ -46,8 +45,7 @@ class Noise(Net):
 
 
 def run(folder: Path, module: pl.LightningModule, ckpt: Path | None = None, **options: Any) -> str:
-    save = ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)
-    callbacks = [save, *options.pop("callbacks", [])]
+    callbacks = [saved_steps(folder / "all"), *options.pop("callbacks", [])]
     made = trainer(folder, **{"exact": True, "pieces": 2, "callbacks": callbacks, **options})
     made.fit(module, loader(), loader(), ckpt_path=ckpt)
     return lockstep.weights_sha256(dict(module.named_parameters()))

@@ -1,7 +1,6 @@
 """`lockstep.Trainer`: the step for any Lightning project."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     Subset,
-    TensorDataset,
-    WeightedRandomSampler,
 )
-from trainer.small import BATCH, SAMPLES, Data, Net, fit, loader, samples, trainer
+from trainer.small import BATCH, Data, Net, fit, loader, samples, trainer
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
@@ -58,40 +55,6 @@ def test_a_data_module_is_used_as_lightning_does(tmp_path: Path) -> None:
     assert fit(tmp_path, Data(), strategy="dp", devices=2, exact=True) == one
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"shuffle": False}, {"drop_last": True}, {"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)}],
-    ids=["in order", "without the last", "weighted"],
-)
-def test_a_loader_draws_as_it_does_with_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
-    class Seen(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[float] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen += batch[0][:, 0].tolist()
-            return super().training_step(batch, batch_idx)
-
-    def seen(options: dict[str, Any]) -> list[float]:
-        module = Seen()
-        pl.seed_everything(0, verbose=False)
-        made = trainer(tmp_path, max_epochs=1)
-        made.fit(module, loader(**({"shuffle": None} if "sampler" in options else {}) | options))
-        return module.seen[-SAMPLES:]
-
-    data = samples().tensors[0][:, 0].tolist()
-    usual, drawn = seen({}), seen(options)
-    assert usual != data
-    assert sorted(usual) == sorted(data)
-    if "shuffle" in options:
-        assert drawn == data
-    elif "drop_last" in options:
-        assert drawn[-5 * BATCH :] == usual[: 5 * BATCH]
-    else:
-        assert set(drawn) < set(data), "some twice, and some not at all"
-
-
 def test_batches_come_as_the_data_set_makes_them(tmp_path: Path) -> None:
     kinds = []
 
@@ -109,19 +72,6 @@ def test_batches_come_as_the_data_set_makes_them(tmp_path: Path) -> None:
 
     fit(tmp_path, lockstep.DataModule(train=Dicts()), kind=Kinds, batch_size=BATCH)
     assert set(kinds) == {(torch.float32, torch.uint8, "a")}
-
-
-def test_evaluation_counts_every_sample_once_on_any_layout(tmp_path: Path) -> None:
-    data = samples()
-    mean = float(data.tensors[0].double().mean())
-    for options in ({"pieces": 4}, {"strategy": "dp", "devices": 3, "pieces": 4}):
-        made = trainer(tmp_path, batch_size=BATCH, **options)
-        (metrics,) = made.test(Net(), lockstep.DataModule(test=data), verbose=False)
-        assert metrics["mean_x"] == pytest.approx(mean, abs=1e-6)
-        predicted = made.predict(Net(), lockstep.DataModule(predict=data))
-        assert torch.equal(torch.cat(predicted), data.tensors[0])
-    (metrics,) = trainer(tmp_path).test(Net(), DataLoader(data, batch_size=9), verbose=False)
-    assert metrics["mean_x"] == pytest.approx(mean, abs=1e-6)
 
 
 class Follows(Net):
@@ -203,25 +153,6 @@ def test_a_second_fit_of_a_trainer_goes_back_to_a_checkpoint_with_its_grids(tmp_
     assert lockstep.weights_sha256(module.state_dict()) == end
     with pytest.raises(UserError, match=r"gets another module than before: make a lockstep\.Trainer for each"):
         twice.fit(Grows(), data)
-
-
-def test_fit_continues_from_the_last_checkpoint_or_begins(tmp_path: Path) -> None:
-    def steps(epochs: int, **options: Any) -> tuple[int, int]:
-        began: list[int] = []
-
-        class Begins(Net):
-            def on_train_start(self) -> None:
-                began.append(self.trainer.global_step)
-
-        made = trainer(tmp_path, max_epochs=epochs, exact=True, pieces=4, **options)
-        made.fit(Begins(), loader(), ckpt_path="last")
-        return began[0], made.global_step
-
-    assert steps(1) == (0, 6)
-    assert steps(2, strategy="dp", devices=2) == (6, 12)
-    other = trainer(tmp_path, exact=True, pieces=6)
-    with pytest.raises(UserError, match=r"^exact=True, and pieces=6, but .*last.ckpt was saved with pieces=4: give"):
-        other.fit(Net(), loader(), ckpt_path="last")
 
 
 @pytest.mark.parametrize("saves_last", [True, False])
@@ -373,7 +304,7 @@ def test_a_fit_is_refused_in_one_line(
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    trainer(tmp_path).fit(Net(), loader())
+    trainer(tmp_path, exact=True, pieces=4).fit(Net(), loader())
     last = tmp_path / "checkpoints" / "last.ckpt"
 
     class Larger(Net):
@@ -390,41 +321,10 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("training samples, and there are 30", Net(), DataLoader(Subset(samples(), range(30)), BATCH, shuffle=True))
     refused("has the weights of another network", Larger(), loader())
     refused("max_epochs=1", Net(), loader(), max_epochs=1)
+    refused("saved with pieces=4: give", Net(), loader(), exact=True, pieces=6)
     plain = pl.Trainer(default_root_dir=tmp_path / "plain", enable_checkpointing=False, max_epochs=1, logger=False)
     plain.fit(Net(), loader())
     last = tmp_path / "plain.ckpt"
     plain.save_checkpoint(last)
     refused("no lockstep.Trainer has saved it", Net(), loader())
     assert trainer(tmp_path).test(Net(), loader(shuffle=False), ckpt_path=last, verbose=False)
-
-
-def test_a_trainer_and_its_module_can_be_copied(tmp_path: Path) -> None:
-    module, made = Net(), trainer(tmp_path, max_epochs=1)
-    made.fit(module, loader())
-    other = deepcopy(module)
-    assert torch.equal(other.net[0].weight, module.net[0].weight)  # type: ignore[arg-type]
-    deepcopy(made).save_checkpoint(tmp_path / "copy.ckpt")
-    assert checkpoint_io.load(tmp_path / "copy.ckpt")["global_step"] == 6
-
-
-class OnServer(TensorDataset):
-    """Samples whose bytes are known, as those of shards on a server are."""
-
-    def __init__(self, content: str) -> None:
-        super().__init__(*samples().tensors)
-        self.content = content
-
-    def content_sha256(self) -> str:
-        return self.content
-
-
-def test_samples_of_a_server_that_were_replaced_are_others(tmp_path: Path) -> None:
-    def fitted(dataset: Any, epochs: int, last: Path | None = None) -> None:
-        made = trainer(tmp_path / str(epochs), exact=True, max_epochs=epochs)
-        made.fit(Net(), DataLoader(dataset, BATCH, shuffle=True), ckpt_path=last)
-
-    fitted(OnServer("a"), 1)
-    last = tmp_path / "1" / "checkpoints" / "last.ckpt"
-    fitted(OnServer("a"), 2, last)  # the control
-    with pytest.raises(UserError, match=r"last.ckpt was trained on other data of the same size: give the same"):
-        fitted(OnServer("b"), 3, last)
