@@ -265,3 +265,9 @@ def test_copies_are_made_of_the_runs_last_checkpoint_only(tmp_path: Path, of_run
     writer.wait()
     steps = [*paths.step_checkpoints(path.parent)]
     assert steps == ([2, 8] if of_run else [1, 2, 7, 9])
+
+
+@pytest.mark.parametrize("place", ["cnn_digits/2026-01-02", "cnn_digits/sweeps/2026-01-02/3"])
+def test_a_machine_without_the_folder_puts_it_at_the_same_place(place: str) -> None:
+    checkpoint = paths.last(Path("/there/outputs", place))
+    assert paths.place_in_outputs(paths.run_of(checkpoint)) == Path(place)

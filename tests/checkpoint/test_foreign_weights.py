@@ -170,7 +170,9 @@ def test_a_path_with_a_colon(tmp_path: Path) -> None:
 
 
 def test_the_file_and_the_model_are_shown_if_nothing_fits(tmp_path: Path) -> None:
-    torch.save({"body.kernel": torch.zeros(5, 5), "body.bias": torch.zeros(5)}, tmp_path / "a.pth")
+    """Of several sets, the largest."""
+    sets = {"other": {"x": torch.zeros(3)}, "model": {"body.kernel": torch.zeros(5, 5), "body.bias": torch.zeros(5)}}
+    torch.save(sets, tmp_path / "a.pth")
     pattern = r"the file has body.kernel 5x5, body.bias 5; the model has net.conv1.weight 4x1x3x3, net.*more"
     with pytest.raises(UserError, match=pattern):
         load_weights("init_from", Module(), str(tmp_path / "a.pth"))

@@ -63,23 +63,15 @@ def machines(tmp_path: Path) -> list[Path]:
 # --- a file is broadcast ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 4096, 1_000_003])
-@pytest.mark.parametrize("source", [0, 2])
-def test_a_file_is_sent_from_any_rank(ranks: Ranks, tmp_path: Path, size: int, source: int) -> None:
-    content = os.urandom(size)
-    (tmp_path / "file").write_bytes(content)
-    sent = ranks(3, lambda rank: broadcast_file(tmp_path / "file" if rank == source else None, source))
-    assert [bytes(each) for each in sent] == [content] * 3
-
-
-def test_that_present_is_no_file_is_sent_too(ranks: Ranks) -> None:
-    assert ranks(3, lambda rank: broadcast_file(None, 1)) == [None] * 3
-
-
-def test_an_empty_file_is_sent_as_one(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    sent = ranks(2, lambda rank: broadcast_file(None if rank else tmp_path / "empty"))
-    assert [each is not None and bytes(each) for each in sent] == [b"", b""]
+@pytest.mark.parametrize(("size", "source"), [(0, 0), (1, 0), (4096, 2), (1_000_003, 0), (1_000_003, 2), (None, 1)])
+def test_a_file_is_sent_from_any_rank(ranks: Ranks, tmp_path: Path, size: int | None, source: int) -> None:
+    """Also an empty one, and that there is none."""
+    content = None if size is None else os.urandom(size)
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    file = None if content is None else tmp_path / "file"
+    sent = ranks(3, lambda rank: broadcast_file(file if rank == source else None, source))
+    assert [each if each is None else bytes(each) for each in sent] == [content] * 3
 
 
 def test_rank_zeros_file_is_what_all_ranks_load(ranks: Ranks, tmp_path: Path) -> None:
@@ -111,56 +103,47 @@ def test_a_file_that_rank_zero_can_not_use_is_refused_on_all_ranks(ranks: Ranks,
 
 
 @pytest.mark.parametrize(
-    ("steps", "newest"),
-    [((5, 9, 7), 9), ((9, 5, None), 9), ((None, None, 4), 4), ((6, 6, 6), 6), ((None, 8, 8), 8), ((8, None, 8), 8)],
+    ("steps", "bests", "newest", "best"),
+    [
+        ((5, 9, 7), (3, 7, 5), 9, [7, 7, 7]),
+        ((9, 5, None), (7, 3, None), 9, [7, 7, 7]),
+        ((None, None, 4), (None, None, 2), 4, [2, 2, 2]),
+        ((None, 8, 8), (None, 6, 6), 8, [6, 6, 6]),
+        ((8, None, 8), (6, None, 6), 8, [6, 6, 6]),
+        # of equally new ones none is sent: their bests differ only after a loss of one, which `Checkpoint` repairs
+        ((6, 6, 6), (0, 1, 2), 6, [0, 1, 2]),
+        # a best goes where the newest has none: it is of another history
+        ((3, 9, 9), (2, None, None), 9, [-1, -1, -1]),
+        # one that is damaged, of step 99, is not the newest
+        ((4, 99, 6), (2, 2, 4), 6, [4, 4, 4]),
+    ],
 )
 def test_the_newest_checkpoint_reaches_the_machines_that_lack_it(
-    ranks: Ranks, machines: list[Path], steps: Sequence[int | None], newest: int
+    ranks: Ranks,
+    machines: list[Path],
+    steps: Sequence[int | None],
+    bests: Sequence[int | None],
+    newest: int,
+    best: list[int],
 ) -> None:
-    for machine, step in zip(machines, steps, strict=True):
+    for machine, step, its_best in zip(machines, steps, bests, strict=True):
         if step is not None:
-            write(machine, step, best=step - 2)
+            write(machine, step, its_best)
+        if step == 99:
+            damage(paths.last(machine))
     ranks(3, lambda rank: share_newest(paths.last(machines[rank]), [0, 1, 2]))
     assert [step_of(paths.last(machine)) for machine in machines] == [newest] * 3
-    assert [step_of(paths.best(machine)) for machine in machines] == [newest - 2] * 3
+    assert [step_of(paths.best(machine)) for machine in machines] == best
 
 
-def test_of_equally_new_ones_none_is_sent(ranks: Ranks, machines: list[Path]) -> None:
-    """The bests beside them may differ only after a loss of one, which `Checkpoint` repairs."""
-    for number, machine in enumerate(machines):
-        write(machine, 6, best=number)
-    ranks(3, lambda rank: share_newest(paths.last(machines[rank]), [0, 1, 2]))
-    assert [step_of(paths.best(machine)) for machine in machines] == [0, 1, 2]
-
-
-def test_a_best_goes_where_the_newest_has_none(ranks: Ranks, machines: list[Path]) -> None:
-    """It is of another history."""
-    write(machines[0], 3, best=2)
+@pytest.mark.parametrize(("writers", "expected"), [([0, 2], 9), ([0], -1)])
+def test_ranks_that_write_nothing_take_part_in_nothing_but_the_exchange(
+    ranks: Ranks, machines: list[Path], writers: list[int], expected: int
+) -> None:
+    """Ranks 0 and 1 are on one machine, 2 and 3 on another. With one writing rank nothing is exchanged."""
     write(machines[1], 9)
-    write(machines[2], 9)
-    ranks(3, lambda rank: share_newest(paths.last(machines[rank]), [0, 1, 2]))
-    assert not any(paths.best(machine).exists() for machine in machines)
-
-
-def test_a_damaged_checkpoint_is_not_the_newest(ranks: Ranks, machines: list[Path]) -> None:
-    for machine, step in zip(machines, (4, 9, 6), strict=True):
-        write(machine, step)
-    damage(paths.last(machines[1]))
-    ranks(3, lambda rank: share_newest(paths.last(machines[rank]), [0, 1, 2]))
-    assert [step_of(paths.last(machine)) for machine in machines] == [6, 6, 6]
-
-
-def test_ranks_that_write_nothing_take_part_in_nothing_but_the_exchange(ranks: Ranks, machines: list[Path]) -> None:
-    """Ranks 0 and 1 are on one machine, 2 and 3 on another."""
-    write(machines[1], 9)
-    ranks(4, lambda rank: share_newest(paths.last(machines[rank // 2]), [0, 2]))
-    assert step_of(paths.last(machines[0])) == 9
-
-
-def test_with_one_writing_rank_nothing_is_exchanged(ranks: Ranks, machines: list[Path]) -> None:
-    write(machines[1], 9)
-    ranks(2, lambda rank: share_newest(paths.last(machines[rank]), [0]))
-    assert not paths.last(machines[0]).exists()
+    ranks(4, lambda rank: share_newest(paths.last(machines[rank // 2]), writers))
+    assert step_of(paths.last(machines[0])) == expected
 
 
 # --- where a run starts -----------------------------------------------------------------------------------------------
@@ -177,54 +160,51 @@ def starts(ranks: Ranks, machines: Sequence[Path], resume: str | None = None, **
     return ranks(world, of_rank, errors=UserError)
 
 
-def test_a_new_run_starts_from_nothing_on_all_ranks(ranks: Ranks, machines: list[Path]) -> None:
-    assert starts(ranks, machines) == [(None, None)] * 3
+NEW, LAST = (None, None), "checkpoints/last.ckpt"
 
 
-def test_all_ranks_start_from_the_newest(ranks: Ranks, machines: list[Path]) -> None:
-    write(machines[1], 8, best=4)
-    write(machines[2], 6, best=2)
-    assert starts(ranks, machines) == [("last.ckpt", 8)] * 3
-
-
-def test_past_a_damaged_last_one_all_ranks_start_from_the_best(
-    ranks: Ranks, machines: list[Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("steps", "damaged", "resume", "restarts", "expected"),
+    [
+        ([None, None, None], False, None, 0, NEW),
+        ([None, 8, 6], False, None, 0, ("last.ckpt", 8)),
+        ([8, 8, 8], True, None, 0, ("best.ckpt", 4)),
+        ([8, 8, 8], True, LAST, 0, "cut off"),  # the user has named it
+        ([None, None, None], False, "checkpoints/step_4.ckpt", 0, "no such file"),
+        ([None, None, None], False, LAST, 1, NEW),  # the run may have died before its first checkpoint
+    ],
+)
+def test_all_ranks_start_from_the_newest_or_refuse_it(
+    ranks: Ranks,
+    machines: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    steps: Sequence[int | None],
+    damaged: bool,
+    resume: str | None,
+    restarts: int,
+    expected: Any,
 ) -> None:
-    for machine in machines:
-        write(machine, 8, best=4)
-        damage(paths.last(machine))
-    assert starts(ranks, machines) == [("best.ckpt", 4)] * 3
-    assert "continuing from the older best.ckpt" in caplog.text
+    for machine, step in zip(machines, steps, strict=True):
+        if step is not None:
+            write(machine, step, best=4)
+        if damaged:
+            damage(paths.last(machine))
+    results = starts(ranks, machines, resume and str(machines[0] / resume), restarts=restarts)
+    if isinstance(expected, str):
+        assert [expected in str(error) for error in results] == [True] * 3
+    else:
+        assert results == [expected] * 3
+    assert ("continuing from the older best.ckpt" in caplog.text) == (expected == ("best.ckpt", 4))
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_damaged_one_is_refused_on_all_ranks(ranks: Ranks, machines: list[Path], named: bool) -> None:
-    """If the user has named it, or there is no best one."""
-    for machine in machines:
-        write(machine, 8, best=4 if named else None)
-        damage(paths.last(machine))
-    errors = starts(ranks, machines, str(paths.last(machines[0])) if named else None)
-    assert ["damaged" in str(error) for error in errors] == [True] * 3
-
-
-def test_a_named_one_that_is_nowhere_is_refused_on_all_ranks(ranks: Ranks, machines: list[Path]) -> None:
-    errors = starts(ranks, machines, str(machines[0] / "checkpoints" / "step_4.ckpt"))
-    assert ["no such file" in str(error) for error in errors] == [True] * 3
-
-
-def test_after_a_restart_a_missing_one_begins_anew(ranks: Ranks, machines: list[Path]) -> None:
-    """The run may have died before its first checkpoint."""
-    assert starts(ranks, machines, str(paths.last(machines[0])), restarts=1) == [(None, None)] * 3
-
-
-def test_what_another_version_has_saved_is_refused_on_all_ranks(ranks: Ranks, machines: list[Path]) -> None:
-    write(machines[0], 3)
+def test_a_damaged_one_without_a_best_or_of_another_version_is_refused_on_all_ranks(
+    ranks: Ranks, machines: list[Path]
+) -> None:
+    damage(paths.last(write(machines[0], 8)))
+    assert ["cut off" in str(error) for error in starts(ranks, machines[:1] * 3)] == [True] * 3
     checkpoint_io.save({"state_dict": {}, "pytorch-lightning_version": "2", "global_step": 3}, paths.last(machines[0]))
-    errors = starts(ranks, machines[:2])
-    assert [
-        "no lockstep.Trainer has saved it, so none can continue from it: init_from= begins" in str(error)
-        for error in errors
-    ] == [True] * 2
+    refused = "no lockstep.Trainer has saved it, so none can continue from it: init_from= begins"
+    assert [refused in str(error) for error in starts(ranks, machines[:2])] == [True] * 2
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -246,8 +226,10 @@ def test_a_restarted_run_does_not_go_back_again(
     assert ranks(3, of_rank) == [expected] * 3
 
 
-@pytest.mark.parametrize("times", [(3.0, 5.0, None), (None, None, 1.0), (2.0, 1.0, 0.0)])
+@pytest.mark.parametrize("times", [(3.0, 5.0, None), (None, None, 1.0), (2.0, 1.0, 0.0), (None, None, None)])
 def test_resume_takes_the_newest_run_of_all_machines(ranks: Ranks, times: Sequence[float | None]) -> None:
+    """Without any, all ranks have rank zero's line."""
+
     def of_rank(rank: int) -> str:
         def find() -> tuple[float, str, list[str]]:
             time = times[rank]
@@ -257,17 +239,9 @@ def test_resume_takes_the_newest_run_of_all_machines(ranks: Ranks, times: Sequen
 
         return _newest_of_ranks(find)[1]
 
-    assert ranks(3, of_rank) == [f"run {max(time for time in times if time is not None)}"] * 3
-
-
-def test_without_any_run_all_ranks_have_rank_zeros_line(ranks: Ranks) -> None:
-    def of_rank(rank: int) -> Any:
-        def find() -> Any:
-            raise UserError(f"rank {rank} has none")
-
-        return _newest_of_ranks(find)
-
-    assert [str(error) for error in ranks(3, of_rank, errors=UserError)] == ["rank 0 has none"] * 3
+    newest = max((time for time in times if time is not None), default=None)
+    expected = f"run {newest}" if newest is not None else "rank 0 has none"
+    assert [str(each) for each in ranks(3, of_rank, errors=UserError)] == [expected] * 3
 
 
 # --- who writes -------------------------------------------------------------------------------------------------------

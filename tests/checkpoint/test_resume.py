@@ -25,12 +25,18 @@ def resolved(typed: list[str], program: str = "train") -> list[str]:
     return resume.resolve(read_arguments(typed, program)).line
 
 
+def run_with_checkpoint(folder: Path, *overrides: str) -> Path:
+    """Return the folder of a run of a command with overrides; its checkpoint is empty."""
+    for file, content in (("checkpoints/last.ckpt", ""), (".hydra/overrides.yaml", OmegaConf.to_yaml([*overrides]))):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(content)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
 def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name
-    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
+    folder = run_with_checkpoint(tmp_path / name)
+    (folder / "multirun.yaml").write_text("hydra: {overrides: {task: [], hydra: []}}")
     run, sweep = (
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(actual)}
         for actual in (resolved([f"resume={folder}"]), resolved([f"sweep.resume={folder}"])[:-1])
@@ -40,17 +46,14 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
 
 
 def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> None:
-    for file, content in {
-        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
-        "run/checkpoints/last.ckpt": "",
-        "run/.hydra/overrides.yaml": "[experiment=best]",
-        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
-            {"path": "/conf", "schema": "file", "provider": "main"},
-            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
-        ]}}}),
-    }.items():  # fmt: skip
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
+    sources = [
+        {"path": "/conf", "schema": "file", "provider": "main"},
+        {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
+    ]
+    hydra = OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": sources}}})
+    (run_with_checkpoint(tmp_path / "run", "experiment=best") / ".hydra" / "hydra.yaml").write_text(hydra)
+    (page := tmp_path / "o'b c" / "experiment" / "best.yaml").parent.mkdir(parents=True)
+    page.write_text("# @package _global_\nlr: 0.077\n")
     assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
     for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
         actual = resolved([f"resume={tmp_path / 'run'}", *other])
@@ -60,9 +63,7 @@ def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> 
 
 def test_another_strategy_drops_the_options_that_it_does_not_have(tmp_path: Path) -> None:
     saved = ["strategy=fsdp", "strategy.reshard=true", "strategy.shares=[2,1]", "devices=2"]
-    for file, content in {"checkpoints/last.ckpt": "", ".hydra/overrides.yaml": OmegaConf.to_yaml(saved)}.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
+    run_with_checkpoint(tmp_path, *saved)
     again = resolved([f"resume={tmp_path}"])
     assert {*saved} <= {*again}
     other = resolved([f"resume={tmp_path}", "strategy=ddp"])
@@ -132,10 +133,7 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
 ) -> None:
     runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
     for age, run in enumerate(runs):
-        (run / ".hydra").mkdir(parents=True)
-        (run / ".hydra" / "overrides.yaml").write_text("[]")
-        (run / "checkpoints").mkdir()
-        (run / "checkpoints" / "last.ckpt").touch()
+        run_with_checkpoint(run)
         os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
 
     def meant(*overrides: str) -> Path:
@@ -165,15 +163,6 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
     assert meant() == runs[2]
     (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
     assert meant() == runs[1]  # another job's may be newer by now
-
-
-def run_with_checkpoint(folder: Path) -> Path:
-    """Return the folder of a run, with an empty checkpoint."""
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("[]")
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "last.ckpt").touch()
-    return folder
 
 
 def test_a_copy_of_the_checkpoints_is_not_taken_for_them(tmp_path: Path) -> None:

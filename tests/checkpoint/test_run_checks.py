@@ -124,8 +124,10 @@ def at(hook: str, change: Any, kind: type = pl.Callback, epoch: int = 0) -> Any:
     return type("Changing", (kind,), {hook: act})
 
 
-@pytest.mark.parametrize("hook", EARLY)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("hook", "change"),
+    [*((hook, "another layer") for hook in EARLY), *(("on_fit_start", change) for change in CHANGES)],
+)
 def test_renaming_before_the_first_step_is_refused(tmp_path: Path, hook: str, change: str) -> None:
     message = (
         r"^a callback, or a hook of the module, adds, removes or renames parameters \(.*\), so no run could .*: do it"
