@@ -11,6 +11,7 @@ from trainer.small import Net, loader, saved_steps, trainer
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.left_out import LeftOut
 from lockstep.errors import UserError
 
 
@@ -119,6 +120,19 @@ class Alone(Net):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         del checkpoint["state_dict"]["net.0.weight"]
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_has_changed() -> None:
+    """Python may give it the `id` of that one."""
+    module = Centre()
+    left_out = LeftOut(module, module.state_dict(), None)
+    for _ in range(3):
+        assert not left_out.state(module, module.state_dict())["changed"]
+    first = id(module.centre)
+    module.centre = torch.ones(8)
+    others = [torch.full((8,), 2.0) for _ in range(1000)]
+    module.centre = next((each for each in others if id(each) == first), others[0])
+    assert left_out.state(module, module.state_dict())["changed"].keys() == {"centre"}
 
 
 def run(folder: Path, kind: type[pl.LightningModule], ckpt: Path | None = None, **options: Any) -> str:

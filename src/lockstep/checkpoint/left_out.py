@@ -34,6 +34,22 @@ THEIRS = {*vars(pl.LightningModule()), *vars(nn.Module()), "track_running_stats"
 PREFIXES = ("_hparams", "_log_hyperparams", "_forward_", "_backward_", "_is_hf")
 
 
+class Contents:
+    """The contents of tensors by their place. It is computed again if there is another tensor, or another version."""
+
+    def __init__(self) -> None:
+        # The tensors, too: another one could have the `id` of one that is gone.
+        self._known: dict[Any, tuple[Tensor, int, str]] = {}
+
+    def of(self, place: Any, tensor: Tensor, anew: bool = False) -> str:
+        """Return the content of the tensor that is at a place now; `anew`: whatever its version."""
+        version = -1 if tensor.is_inference() else tensor._version
+        known = self._known.get(place)
+        if anew or known is None or known[0] is not tensor or not known[1] == version >= 0:
+            known = self._known[place] = tensor, version, content_of(tensor)
+        return known[2]
+
+
 class LeftOut:
     """The tensors of a module that its state_dict leaves out.
 
@@ -49,8 +65,8 @@ class LeftOut:
     def __init__(self, module: Any, state: Mapping[str, Any], strategy: Any) -> None:
         self._in_parts: Mapping[str, Any] = getattr(strategy, "by_name", {})
         tensors = tensors_left_out(module, state, self._in_parts)
-        self.sha256 = {name: content_of(tensor) for name, tensor in tensors.items()}
-        self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
+        self._contents = Contents()
+        self.sha256 = {name: self._contents.of(name, tensor) for name, tensor in tensors.items()}
         self._changed: set[str] = set()
         self._compares = COMPARED_SAVES
 
@@ -69,11 +85,9 @@ class LeftOut:
         """
         tensors = tensors_left_out(module, state, self._in_parts)
         compares, self._compares = self._compares > 0, self._compares - 1
-        for name, tensor in tensors.items():
-            if name not in self._changed and (compares or self._versions.get(name) != _version(tensor)):
-                if self.sha256.get(name) != content_of(tensor):
-                    self._changed.add(name)
-                self._versions[name] = _version(tensor)
+        for name in tensors.keys() - self._changed:
+            if self._contents.of(name, tensors[name], anew=compares) != self.sha256.get(name):
+                self._changed.add(name)
         if not tensors:
             return {}
         changed = {name: tensor.detach() for name, tensor in tensors.items() if name in self._changed}
@@ -122,10 +136,6 @@ def content_of(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(content).hexdigest()}"
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
-
-
 # --- Python attributes ---
 
 
@@ -139,57 +149,54 @@ class Attributes:
 
     def __init__(self, module: nn.Module, callbacks: Sequence[pl.Callback]) -> None:
         self._module, self._callbacks = module, callbacks
-        self._of_tensors: dict[int, tuple[int, Tensor, str]] = {}  # by id: version, tensor, content
+        self._of_tensors = Contents()
         self._start = self.values()
 
     def values(self) -> dict[str, str]:
         """Return the content of each attribute now, by name."""
-        contents = {name: self._content(value) for name, value in _named(self._module, self._callbacks)}
+        contents = {name: self._content(value, (name,)) for name, value in _named(self._module, self._callbacks)}
         return {name: content for name, content in contents.items() if content is not None}
 
     def changed(self) -> dict[str, str]:
         """Return the contents of those that are not as they were at the start."""
         return {name: now for name, now in self.values().items() if self._start.get(name, now) != now}
 
-    def _content(self, value: Any, depth: int = 0) -> str | None:
-        """Return what distinguishes a value of plain data, or a state of random numbers; None of other things."""
+    def _content(self, value: Any, place: tuple[Any, ...]) -> str | None:
+        """Return what distinguishes a value of plain data, or a state of random numbers; None of other things.
+
+        Args:
+            value: the value.
+            place: the name and the keys that lead to it.
+        """
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
             return repr(value)
         if isinstance(value, Tensor):
-            return self._of_tensor(value)
+            return self._of_tensor(value, place)
         if isinstance(value, np.ndarray):
             return None if value.dtype.hasobject or value.nbytes > MOST_BYTES else _sha256(value)
         if (state := _random_state(value)) is not None:
             return repr(state)
         if isinstance(value, nn.Module):  # beside the module's layers: a teacher in a list
             known = isinstance(value, pl.LightningModule) or type(value).__module__.startswith(LIBRARIES)
-            return None if known else self._content(dict(value.state_dict()), depth + 1)
-        if depth > 3:
+            return None if known else self._content(dict(value.state_dict()), (*place, 0))
+        if len(place) > 4:
             return None
         if isinstance(value, dict):
-            items = [(repr(key), self._content(value[key], depth + 1)) for key in list(value)[:MOST]]
+            items = [(repr(key), self._content(value[key], (*place, repr(key)))) for key in list(value)[:MOST]]
             return repr([item for item in items if item[1] is not None])
         if isinstance(value, set | frozenset):
             return repr(sorted(map(repr, value)))
         if isinstance(value, list | tuple | deque):
-            return repr([self._content(each, depth + 1) for each in list(value)[:MOST]])
+            return repr([self._content(each, (*place, at)) for at, each in enumerate(list(value)[:MOST])])
         if isinstance(value, type) or not _is_users(type(value)):
             return None
-        return self._content(getattr(value, "__dict__", {}), depth + 1)
+        return self._content(getattr(value, "__dict__", {}), (*place, 0))
 
-    def _of_tensor(self, tensor: Tensor) -> str | None:
+    def _of_tensor(self, tensor: Tensor, place: tuple[Any, ...]) -> str | None:
         outside = tensor.grad_fn is not None or isinstance(tensor, DTensor) or tensor.is_meta
         if outside or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
             return None
-        if tensor.nbytes > MOST_BYTES:
-            return None
-        version = -1 if tensor.is_inference() else tensor._version
-        before = self._of_tensors.get(id(tensor))
-        if before is not None and before[0] == version >= 0 and before[1] is tensor:
-            return before[2]
-        content = content_of(tensor)
-        self._of_tensors[id(tensor)] = version, tensor, content
-        return content
+        return None if tensor.nbytes > MOST_BYTES else self._of_tensors.of(place, tensor)
 
 
 def _named(module: nn.Module, callbacks: Sequence[pl.Callback]) -> Iterator[tuple[str, Any]]:
