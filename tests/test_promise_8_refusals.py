@@ -28,6 +28,13 @@ def test_refused_in_one_line(row: Refusal, tmp_path: Path, monkeypatch: pytest.M
     assert row.is_message(line, tmp_path), line
 
 
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "experiment", "logger", "debug"])
+def test_a_name_that_does_not_exist_is_refused_with_all_that_do(group: str) -> None:
+    files = [*ROOT.glob(f"conf/{group}/*.yaml"), *ROOT.glob(f"src/lockstep*/conf/{group}/*.yaml")]
+    names = sorted({file.stem for file in files if file.stem[0] != "_"})
+    assert f"known: {', '.join(names)}" in refused_command("train", [f"{group}=nowhere"])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
