@@ -11,25 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_data import config, refusal_of
+from small_data import refusal_of
 from store_servers import WebServer
-from written_mds import EXPECTED, SHARDS, as_tar, write_mds
+from written_mds import EXPECTED, SHARDS, as_parquet, as_tar, write_mds
+from written_shards import opened
 
-from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep_streams.remote import Remote
 
 FORMS = ("raw", "zstd")
-BY_PLACE = {"window": 2, "val_fraction": 0, "test_fraction": 0}
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def opened(place: Any, **changes: Any) -> Any:
-    return open_data(config("shards", **{"image_size": 12, "retry_seconds": 1, **changes}), str(place))
+BY_PLACE: dict[str, Any] = {"window": 2, "val_fraction": 0, "test_fraction": 0}
 
 
 def copied(form: str, tmp_path: Path) -> Path:
@@ -61,25 +52,9 @@ def test_images_and_labels_are_those_that_were_written(tmp_path: Path, form: str
     web.stop()
 
 
-def as_parquet(root: Path) -> Path:
-    """Write the same shards as parquet files."""
-    pa = pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
-    pq = pytest.importorskip("pyarrow.parquet")
-    for part in EXPECTED:
-        images = innermost_dataset(getattr(opened(SHARDS / "raw", **BY_PLACE, index_dir=str(root / "index")), part))
-        first = 0
-        for number, shard in enumerate(EXPECTED[part]):
-            contents = [images.encoded(first + place).getvalue() for place in range(len(shard))]
-            first += len(shard)
-            table = pa.table({"image": contents, "label": [int(label) for label, _ in shard]})
-            pq.write_table(table, root / f"{part}-{number:05}.parquet", row_group_size=5)
-    shutil.rmtree(root / "index")
-    return root
-
-
 @pytest.mark.usefixtures("servers")
 def test_all_formats_have_the_same_samples_in_the_same_places(tmp_path: Path) -> None:
-    (tmp_path / "parquet").mkdir()
+    pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
     places = [as_tar(tmp_path / "tar"), as_parquet(tmp_path / "parquet"), copied("raw", tmp_path)]
     web = WebServer(tmp_path)
     count = "{train-{00000..00003},val-00000,test-00000}"  # nested braces are refused

@@ -5,33 +5,24 @@ import io
 import json
 import os
 import shutil
+import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from small_data import config, refusal_of
-from written_shards import write_tar
+import written_shards
+from small_data import refusal_of
+from written_shards import picture, write_folder, write_parquet, write_tar
 
-from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.errors import UserError
 from lockstep_streams import shard_index, shard_scan
 from lockstep_streams.shards import part_of
 
-WHOLE = {"val_fraction": 0, "test_fraction": 0}
-
-
-def picture(number: int = 0, form: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), (number % 250, 0, 0)).save(file, form)
-    return file.getvalue()
-
-
-def opened(folder: Path, **changes: Any) -> Any:
-    return open_data(config("shards", image_size=8, **{**WHOLE, **changes}), str(folder))
+opened = partial(written_shards.opened, val_fraction=0, test_fraction=0)
 
 
 def refusal(folder: Path, **changes: Any) -> str:
@@ -155,6 +146,41 @@ REFUSED: dict[str, tuple[dict[str, bytes], dict[str, Any], str]] = {
         {},
         "train/1.png and val/1.png are of two parts",
     ),
+    "no image": ({}, {}, "a.tar: no image in it: known are jpg, jpeg, png"),
+    "no known image": (
+        {"cat/1.webp": picture()},
+        {},
+        "a.tar: no image in it: passed over 1 file (1 .webp): known are jpg, jpeg, png",
+    ),
+    "one class": ({"cat/1.png": picture()}, {}, "has only one class, cat: it must have two at least"),
+    "neither folder nor label": (
+        {**FIRST, "3.png": picture()},
+        {},
+        "a.tar: 3.png has no label: it must have a .cls, .txt or .json member",
+    ),
+    "one label": (
+        {**FIRST, "b0/9.cls": b"1", "b0/9.png": picture()},
+        {},
+        "a.tar: only b0/9.png has one: all images must have a label",
+    ),
+    "a label without an image": (
+        {"1.cls": b"1", "2.cls": b"1", "2.png": picture()},
+        {},
+        "a.tar: the label 1.cls has no image: known are jpg",
+    ),
+    "no text": ({"1.cls": b"\xff", "1.png": picture()}, {}, "1.cls is no text in UTF-8 ('utf-8' codec can't decode"),
+    "no JSON": ({"1.json": b"{", "1.png": picture()}, {}, "a.tar: 1.json is no JSON in UTF-8 (Expecting"),
+    "two lines": (
+        {"1.cls": b"a\nb", "1.png": picture()},
+        {},
+        "a.tar: the label of 1.png is no class: it must be one line",
+    ),
+    "a long text": (
+        {"1.cls": b"7" * (1 << 21), "1.png": picture()},
+        {},
+        "a.tar: 1.cls has 2,097,152 bytes: a label must be a short text",
+    ),
+    "a broken image": ({**FIRST, "b0/9.png": b"none"}, {}, "a.tar: image b0/9.png: repair or remove it"),
     "a part as class": ({f"train/{n}": c for n, c in FIRST.items()}, {}, "its first folder names a part, and must be"),
     **{
         f"a label {text.decode()}": (
@@ -182,13 +208,10 @@ def test_a_label_that_is_not_used_is_refused(tmp_path: Path, case: str) -> None:
     twice = options.pop("twice", None)
     write_tar(tmp_path / "a.tar", members)
     if twice:
-        with tarfile.open(tmp_path / "a.tar", "a") as tar:
-            info = tarfile.TarInfo(twice)
-            info.size = 1
-            tar.addfile(info, io.BytesIO(b"2"))
-    line = refusal(tmp_path, **options)
-    assert message in line, line
-    assert "\n" not in line
+        write_tar(tmp_path / "a.tar", {twice: b"2"}, "a")
+    for _ in range(2):  # a refused index is not kept
+        assert message in (line := refusal(tmp_path, **options)), line
+    assert not [*tmp_path.glob(".index/shards-*")] or "one class" in message
 
 
 @pytest.mark.parametrize(
@@ -323,16 +346,9 @@ def test_the_last_record_may_be_large(tmp_path: Path, record: int) -> None:
 
 
 def test_shards_of_a_stream_and_appended_ones_are_whole(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w|") as tar:
-        for name, content in FIRST.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    write_tar(tmp_path / "a.tar", FIRST, "w|")
     for number in range(30):
-        with tarfile.open(tmp_path / "a.tar", "a") as tar:
-            info = tarfile.TarInfo(f"b0/more{number}.png")
-            info.size = len(picture())
-            tar.addfile(info, io.BytesIO(picture()))
+        write_tar(tmp_path / "a.tar", {f"b0/more{number}.png": picture()}, "a")
         assert len(opened(tmp_path).train) == 9 + number
 
 
@@ -509,18 +525,46 @@ def parquet(path: Path, **columns: Any) -> Path:
     return path
 
 
+PAIR = [picture(), picture(1)]
+
+
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("columns", "message"),
     [
-        ([0, 1, -1, 1], "the label -1 is how programs write none: leave such images out"),
-        ([0.0, 1.0, 2.0, 1.0], "row 0 has the label 0.0"),
-        ([True, False, True, False], "row 0 has the label True"),
-        ([[0], [1], [0], [1]], "row 0 has the label [0]"),
+        ({"img": PAIR, "label": [0, 1]}, "no column image, its columns are img, label: choose by data.image= and data"),
+        ({"image": PAIR, "y": [0, 1]}, "no column label, its columns are image, y: choose by data.image= and data.la"),
+        ({"image": [picture(), None], "label": [0, 1]}, "row 1 has no image"),
+        ({"image": [1, 2], "label": [0, 1]}, "row 0 has no image"),
+        ({"image": [picture(), b"none"], "label": [0, 1]}, "image a.parquet:0000000001: repair or remove it"),
+        ({"image": PAIR, "label": [0, None]}, "row 1 has the label None: its column label must hold"),
+        ({"image": PAIR, "label": [0.5, 1.0]}, "row 0 has the label 0.5"),
+        ({"image": PAIR, "label": [True, False]}, "row 0 has the label True"),
+        ({"image": PAIR, "label": [[0], [1]]}, "row 0 has the label [0]"),
+        ({"image": 2 * PAIR, "label": [0, 1, -1, 1]}, "the label -1 is how programs write none: leave such images out"),
     ],
 )
-def test_labels_of_parquet_files_that_are_refused(tmp_path: Path, labels: list[Any], message: str) -> None:
-    parquet(tmp_path / "a.parquet", image=[picture(n) for n in range(4)], label=labels)
-    assert message in (line := refusal(tmp_path)), line
+def test_parquet_files_that_are_refused(tmp_path: Path, columns: dict[str, list[Any]], message: str) -> None:
+    parquet(tmp_path / "a.parquet", **columns)
+    line = refusal(tmp_path)
+    assert message in line, line
+    assert f"{tmp_path}/a.parquet: " in line or "-1" in message
+
+
+def test_damaged_parquet_files_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings pyarrow")
+    file = tmp_path / "shards" / "a.parquet"
+    whole = write_parquet(file, [*write_folder(tmp_path / "folder").rglob("*.png")]).read_bytes()
+    for damaged, what in ((whole[:-9], "damaged parquet file ("), (whole[:40] + bytes(400) + whole[440:], "image ")):
+        file.write_bytes(damaged)
+        assert f"{file}: {what}" in (line := refusal(file.parent)), line
+    file.write_bytes(whole)
+    assert len(opened(file.parent).train) == 27
+
+
+def test_parquet_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    assert "a.parquet: parquet files need pyarrow: pip install pyarrow" in refusal(tmp_path)
 
 
 def test_minus_one_beside_one_is_a_class(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import written_shards
 from conftest import Program, composed
 from small_data import config, layout, refusal_of
 from written_shards import CLASSES, write_folder, write_shards
@@ -25,8 +27,7 @@ RUN = (
 )
 
 
-def opened(root: Path, window: int | None = 2, **changes: Any) -> Any:
-    return open_data(config("shards", image_size=12, window=window, **changes), str(root))
+opened = partial(written_shards.opened, window=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,18 @@
 """`lockstep index` and `lockstep shards`: what they write, that they go on, and what a run reads."""
 
-import io
 import shutil
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from PIL import Image
-from small_data import config, refusal_of
-from store_servers import WebServer, client, files_in, s3_server
-from written_shards import write_folder, write_shards, write_tar
+import written_shards
+from small_data import refusal_of
+from store_servers import WebServer, client, files_in, upload
+from written_shards import picture, same, write_folder, write_shards, write_tar
 
-from lockstep.data.build import open_data
-from lockstep_streams import remote_index, server, shard_cache
+from lockstep_streams import remote_index, shard_cache
 from lockstep_streams.programs import index, shards
 
 pytestmark = pytest.mark.usefixtures("servers")
@@ -23,30 +20,11 @@ KEEP = ("--retry-seconds", "1")
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
-@pytest.fixture(autouse=True)
-def _environment(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**s3, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.01)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("images") / "folder")
 
 
-def opened(place: Any, name: str = "shards", **changes: Any) -> Any:
-    return open_data(config(name, **{"image_size": 12, "val_fraction": 0, "test_fraction": 0, **changes}), str(place))
-
-
-def same(one: Any, other: Any) -> bool:
-    pairs = ((one[number], other[number]) for number in range(min(len(one), len(other))))
-    return len(one) == len(other) and all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in pairs)
+opened = partial(written_shards.opened, val_fraction=0, test_fraction=0)
 
 
 def contents(s3: dict[str, str], prefix: str) -> dict[str, bytes]:
@@ -64,8 +42,6 @@ def test_a_folder_becomes_shards_that_train_as_the_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also when they were copied into a bucket."""
-    from store_servers import upload
-
     monkeypatch.setattr(shards, "MIB", 1 << 13)
     assert shards.main([str(folder), str(tmp_path / "made"), "--megabytes", "2"]) == 0
     made = {name: (tmp_path / "made" / name).read_bytes() for name in files_in(tmp_path / "made")}
@@ -109,13 +85,10 @@ def test_a_list_of_images_in_folders_of_two_parts_becomes_shards(folder: Path, t
 
 
 def test_an_index_of_several_kinds_of_images(tmp_path: Path, s3: dict[str, str]) -> None:
-    from store_servers import upload
-
     members = {}
     for number in range(8):
-        file = io.BytesIO()
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(file, ("PNG", "WEBP")[number % 2])
-        members[f"{'ab'[number // 4]}/{number}.{('png', 'webp')[number % 2]}"] = file.getvalue()
+        form = ("png", "webp")[number % 2]
+        members[f"{'ab'[number // 4]}/{number}.{form}"] = picture(number, form)
         members[f"{'ab'[number // 4]}/{number}.id"] = b"7"
     write_tar(tmp_path / "webp" / "a.tar", members)
     url = upload(tmp_path / "webp", s3, "webp")
@@ -140,8 +113,6 @@ def test_an_index_goes_on_and_serves_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from store_servers import upload
-
     made = write_shards(folder, tmp_path / "tar", "tar")
     url = upload(made, s3, "indexed")
     fetched: list[str] = []
