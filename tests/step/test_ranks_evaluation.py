@@ -338,149 +338,118 @@ def test_an_evaluation_has_the_numbers_of_one_device(ranks: Ranks, stage: str, w
     assert expected != pytest.approx(evaluate(0, module, 1, samples % 30 + 3, stage), rel=1e-5), "the control"
 
 
-class Collects(Net):
-    """Does what ranks with unequal numbers of batches can't."""
+class Acts(Net):
+    """Does something with its output in each batch of an evaluation, and with all samples at its end."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.collect(self(batch[0]))
-
-    def collect(self, y: Tensor) -> None:
-        self.all_gather(y.sum())
-
-
-class Waits(Collects):
-    def collect(self, y: Tensor) -> None:
-        self.trainer.strategy.barrier()
-
-
-class Reduces(Collects):
-    def collect(self, y: Tensor) -> None:
-        self.log("y", y.sum(), on_step=True, on_epoch=False, sync_dist=True)
-
-
-class SyncsMetric(Collects):
-    def __init__(self) -> None:
+    def __init__(self, in_batch: Any = None, at_end: Any = None) -> None:
         super().__init__()
-        self.accuracy = MulticlassAccuracy(CLASSES, dist_sync_on_step=True)
+        self.accuracy = MulticlassAccuracy(CLASSES, dist_sync_on_step=in_batch is not None)
+        self.in_batch, self.at_end = in_batch, at_end
 
-    def collect(self, y: Tensor) -> None:
-        self.accuracy(y, torch.zeros(len(y), dtype=torch.int64))
-
-
-class ComputesMetric(SyncsMetric):
-    def collect(self, y: Tensor) -> None:
-        self.accuracy.update(y, torch.zeros(len(y), dtype=torch.int64))
-        self.accuracy.compute()
-
-
-class Decides(Collects):
-    def collect(self, y: Tensor) -> None:
-        self.trainer.strategy.reduce_boolean_decision(True)
-
-
-class Broadcasts(Collects):
-    def collect(self, y: Tensor) -> None:
-        self.trainer.strategy.broadcast(1)
-
-
-class PassesBy(Collects):
-    def collect(self, y: Tensor) -> None:
-        torch.distributed.all_reduce(y.sum())
-
-
-MESSAGES = {
-    Collects: "gather from other ranks",
-    Waits: "wait for other ranks",
-    Reduces: "log with sync_dist=True",
-    SyncsMetric: "gather the metric accuracy",
-    ComputesMetric: "gather the metric accuracy",
-    Decides: "reduce a decision",
-    Broadcasts: "broadcast",
-    PassesBy: "communicate with other ranks",
-}
-
-
-@pytest.mark.parametrize("kind", [*MESSAGES])
-def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(ranks: Ranks, kind: Any) -> None:
-    module = kind()
-    errors = ranks(2, lambda rank: evaluate(rank, module, 2, 9), errors=UserError)
-    for error in errors:
-        start = f"strategy=ddp: validation_step can't {MESSAGES[kind]}, since the ranks have 2 and 3 "
-        assert str(error).startswith(start)
-        assert ("leave out dist_sync_on_step, and log the metric" in str(error)) is issubclass(kind, SyncsMetric)
-    even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
-    assert not any(isinstance(result, UserError) for result in even), "the control"
-
-
-class GathersAtEnd(Net):
     def on_validation_epoch_start(self) -> None:
         self.seen: list[Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.seen.append(batch[0])
+        if self.in_batch:
+            self.in_batch(self, self(batch[0]))
+        else:
+            self.accuracy.update(self(batch[0]), batch[1])
 
     def on_validation_epoch_end(self) -> None:
-        self.all_gather(torch.cat(self.seen))
+        if self.at_end:
+            self.at_end(self)
 
 
-class GathersMeans(GathersAtEnd):
-    def on_validation_epoch_end(self) -> None:
-        self.all_gather(torch.cat(self.seen).mean())
+def classes(y: Tensor) -> Tensor:
+    return torch.zeros(len(y), dtype=torch.int64)
 
 
-class GathersBatches(GathersAtEnd):
-    def on_validation_epoch_end(self) -> None:
-        self.all_gather(self.seen)
+IN_BATCH: list[tuple[Any, str]] = [
+    (lambda module, y: module.all_gather(y.sum()), "gather from other ranks"),
+    (lambda module, y: module.trainer.strategy.barrier(), "wait for other ranks"),
+    (
+        lambda module, y: module.log("y", y.sum(), on_step=True, on_epoch=False, sync_dist=True),
+        "log with sync_dist=True",
+    ),
+    (lambda module, y: module.accuracy(y, classes(y)), "gather the metric accuracy"),
+    (
+        lambda module, y: (module.accuracy.update(y, classes(y)), module.accuracy.compute()),
+        "gather the metric accuracy",
+    ),
+    (lambda module, y: module.trainer.strategy.reduce_boolean_decision(True), "reduce a decision"),
+    (lambda module, y: module.trainer.strategy.broadcast(1), "broadcast"),
+    (lambda module, y: torch.distributed.all_reduce(y.sum()), "communicate with other ranks"),
+]
 
 
-class ReducesSum(GathersAtEnd):
-    def on_validation_epoch_end(self) -> None:
-        self.trainer.strategy.reduce(torch.cat(self.seen).sum(), reduce_op="sum")
+@pytest.mark.parametrize(("action", "message"), IN_BATCH)
+def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(
+    ranks: Ranks, action: Any, message: str
+) -> None:
+    module = Acts(in_batch=action)
+    errors = ranks(2, lambda rank: evaluate(rank, module, 2, 9), errors=UserError)
+    for error in errors:
+        assert str(error).startswith(f"strategy=ddp: validation_step can't {message}, since the ranks have 2 and 3 ")
+        assert ("leave out dist_sync_on_step, and log the metric" in str(error)) == ("accuracy" in message)
+    even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
+    assert not any(isinstance(result, UserError) for result in even), "the control"
 
 
-class ComputesOnZero(GathersAtEnd):
-    def __init__(self) -> None:
-        super().__init__()
-        self.auroc = MulticlassAUROC(CLASSES)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.auroc.update(self(batch[0]).softmax(1), batch[1])
-
-    def on_validation_epoch_end(self) -> None:
-        if self.global_rank == 0:
-            self.auroc.compute()
+def gather_all(module: Any) -> None:
+    module.all_gather(torch.cat(module.seen))
 
 
-class GathersOnZero(GathersAtEnd):
-    def on_validation_epoch_end(self) -> None:
-        if self.global_rank == 0:
-            self.all_gather(torch.zeros(()))
+def gather_means(module: Any) -> None:
+    module.all_gather(torch.cat(module.seen).mean())
+
+
+def reduce_sum(module: Any) -> None:
+    module.trainer.strategy.reduce(torch.cat(module.seen).sum(), reduce_op="sum")
+
+
+def gather_on_zero(module: Any) -> None:
+    if module.global_rank == 0:
+        module.all_gather(torch.zeros(()))
+
+
+def compute_on_zero(module: Any) -> None:
+    if module.global_rank == 0:
+        module.accuracy.compute()
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples", "message"),
+    ("action", "samples", "message"),
     [
-        (GathersAtEnd, 9, "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, "),
-        (GathersMeans, 1, "all_gather in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: "),
-        (GathersOnZero, 8, "rank 0 is in all_gather in on_validation_epoch_end, and rank 1 is not: all ranks must "),
-        (GathersBatches, 9, "rank 1 is in all_gather in on_validation_epoch_end, and rank 0 is not: all ranks must "),
-        (ComputesOnZero, 8, "rank 0 is in the gathering of the metric auroc, and rank 1 is not: all ranks must gather"),
-        (ReducesSum, 1, "strategy.reduce in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one"),
-        (GathersAtEnd, 8, ""),
-        (GathersMeans, 9, ""),
+        (gather_all, 9, "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, "),
+        (gather_means, 1, "all_gather in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: "),
+        (gather_on_zero, 8, "rank 0 is in all_gather in on_validation_epoch_end, and rank 1 is not: all ranks must "),
+        (
+            lambda module: module.all_gather(module.seen),  # a list of batches
+            9,
+            "rank 1 is in all_gather in on_validation_epoch_end, and rank 0 is not: all ranks must ",
+        ),
+        (
+            compute_on_zero,
+            8,
+            "rank 0 is in the gathering of the metric accuracy, and rank 1 is not: all ranks must gather",
+        ),
+        (reduce_sum, 1, "strategy.reduce in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one"),
+        (gather_all, 8, ""),
+        (gather_means, 9, ""),
     ],
 )
 def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(
-    ranks: Ranks, kind: Any, samples: int, message: str
+    ranks: Ranks, action: Any, samples: int, message: str
 ) -> None:
-    module = kind()
+    module = Acts(at_end=action)
     for result in ranks(2, lambda rank: evaluate(rank, module, 2, samples), errors=UserError):
         assert isinstance(result, UserError) == bool(message)
         assert not message or message in str(result)
 
 
 def test_a_mean_of_unequal_parts_is_named_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    module = GathersMeans()
+    module = Acts(at_end=gather_means)
     ranks(2, lambda rank: evaluate(rank, module, 2, 9))
     assert caplog.text.count("the ranks have 4 and 5 samples, so the mean of their means is not the mean") == 2
 
