@@ -20,6 +20,7 @@ from lockstep.callbacks import ReplicaConsistencyCheck
 from lockstep.callbacks.ema import EMA
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.data import Spec, Splits
+from lockstep.errors import UserError
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.vision.optimizers import Muon
 
@@ -259,6 +260,13 @@ class Classifier(pl.LightningModule):
         return OPTIMIZERS[self.kind](self.parameters())
 
 
+def acting(moment: str, action: Callable[..., Any], net: str = "mixer", optimizer: str = "sgd") -> Classifier:
+    """Return a module whose hook of some name does something with it: `action(module, *arguments)`."""
+    act = {moment: lambda self, *arguments, **options: action(self, *arguments)}
+    module: Classifier = type("Acts", (Classifier,), act)(net, optimizer)
+    return module
+
+
 def samples(number: int = SAMPLES, broken: int | None = None) -> Numbers:
     """Return random samples. The sample `broken` has a value that is not finite."""
     x = torch.randn(number, 1, 12, 12, generator=torch.Generator().manual_seed(1))
@@ -353,3 +361,8 @@ def rank_fits_of(ranks: Ranks, module: pl.LightningModule, world: int, **options
         return rank_fit(0, module, 1, **options).state
     results: list[Fit] = ranks(world, lambda rank: rank_fit(rank, module, world, **options))
     return results[0].state
+
+
+def refusals(ranks: Ranks, module: pl.LightningModule, errors: Any = UserError, **options: Any) -> list[str]:
+    """Fit a module on two ranks. Return the text of the error of each."""
+    return [str(each) for each in ranks(2, lambda rank: rank_fit(rank, module, 2, **options), errors=errors)]

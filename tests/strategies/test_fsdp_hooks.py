@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fits import same_bits
-from strategies.sharded_runs import Classifier, by_day, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, acting, by_day, rank_fit, rank_fits_of, refusals
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -215,43 +215,22 @@ def test_what_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_pa
 # --- what is refused ---
 
 
-class AssignsCopies(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * 0.5
+def assign_both(module: Any, optimizer: Any) -> None:
+    for parameter in [*module.parameters(), *optimizer.param_groups[0]["params"]]:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
 
 
-class AssignsBoth(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in [*self.parameters(), *optimizer.param_groups[0]["params"]]:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * 0.5
+def of_parameters(change: Any) -> Any:
+    """Return an action that changes each parameter that has a gradient."""
 
+    def action(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    change(parameter)
 
-class ChangesParts(Classifier):
-    @torch.no_grad()
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            parameter.mul_(0.9)
-
-
-class ChangesTheirData(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            parameter.data.mul_(0.9)
-
-
-class ChangesGradientsData(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.data.mul_(0.9)
-
-
-class ClipsByItself(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+    return action
 
 
 class Penalizes(Classifier):
@@ -268,53 +247,62 @@ class TrainsSomethingElse(Classifier):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(7, 5))])
 
 
-class MovesInside(Classifier):
-    def on_validation_end(self) -> None:
-        self.to("cpu")
-
-
-class AsksForAStateInside(Classifier):
-    def on_validation_end(self) -> None:
-        self.net.state_dict()
-
-
-REFUSED: dict[type[Classifier], tuple[str, str]] = {
-    ChangesGradients: (
-        "muon",
-        "strategy=fsdp: a hook has changed the gradient of net.blocks.0.1.weight, of which Muon",
+STEP = "on_before_optimizer_step"
+GRADIENT = "a hook has changed the gradient of net.blocks.0.1.weight, of which Muon"
+WEIGHTS = "a hook has changed the weights of net.blocks.0.1.weight, of which Muon"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "changed": (lambda: ChangesGradients("mixer", "muon"), f"strategy=fsdp: {GRADIENT}"),
+    "assigned": (
+        lambda: acting(STEP, of_parameters(lambda p: setattr(p, "grad", p.grad * 0.5)), optimizer="muon"),
+        GRADIENT,
     ),
-    AssignsCopies: ("muon", "a hook has changed the gradient of net.blocks.0.1.weight, of which Muon"),
-    AssignsBoth: ("sgd", "have set the gradient of net.blocks.0.1.weight both in the module and in"),
-    ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which Muon"),
-    ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which"),
-    ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.1.weight, of"),
-    ClipsByItself: ("sgd", "linalg_vector_norm() sums a part of weights or gradients as if it were the whole: do so"),
-    Penalizes: ("sgd", "training_step uses net.blocks."),
-    TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
-    StepsTwice: ("muon", "Muon steps twice with one gradient, of which its owners have no more copies: step once"),
-    MovesInside: (
-        "sgd",
+    "data of gradients": (
+        lambda: acting(STEP, of_parameters(lambda p: p.grad.data.mul_(0.9)), optimizer="muon"),
+        GRADIENT,
+    ),
+    "both": (
+        lambda: acting(STEP, assign_both),
+        "have set the gradient of net.blocks.0.1.weight both in the module and in",
+    ),
+    "weights": (lambda: acting(STEP, of_parameters(lambda p: p.mul_(0.9)), optimizer="muon"), WEIGHTS),
+    "their data": (lambda: acting(STEP, of_parameters(lambda p: p.data.mul_(0.9)), optimizer="muon"), WEIGHTS),
+    "clips by itself": (
+        lambda: acting(STEP, lambda module, *_: nn.utils.clip_grad_norm_(module.parameters(), 0.1)),
+        "linalg_vector_norm() sums a part of weights or gradients as if it were the whole: do so",
+    ),
+    "penalizes": (lambda: Penalizes("mixer"), "training_step uses net.blocks."),
+    "trains something else": (
+        lambda: TrainsSomethingElse("mixer"),
+        "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the",
+    ),
+    "steps twice": (
+        lambda: StepsTwice("mixer", "muon"),
+        "Muon steps twice with one gradient, of which its owners have no more copies: step once",
+    ),
+    "moves inside": (
+        lambda: acting("on_validation_end", lambda module: module.to("cpu")),
         "net.blocks.0.1.weight was cut within trainer.strategy.whole_weights(), or in",
     ),
-    AsksForAStateInside: ("sgd", "state_dict() of a module would have parts of the weights: call"),
+    "asks for a state inside": (
+        lambda: acting("on_validation_end", lambda module: module.net.state_dict()),
+        "state_dict() of a module would have parts of the weights: call",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_can_have_no_effect_is_refused(ranks: Ranks, kind: type[Classifier]) -> None:
-    optimizer, text = REFUSED[kind]
-    module = kind("mixer", optimizer)
-    for error in ranks(2, lambda rank: rank_fit(rank, module, 2, limit_val_batches=1.0), errors=UserError):
-        assert text in str(error)
-
-
-class CallsASubmodule(Classifier):
-    def on_train_epoch_end(self) -> None:
-        if self.trainer.is_global_zero:
-            self.net(torch.zeros(1, 1, 12, 12))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_have_no_effect_is_refused(ranks: Ranks, name: str) -> None:
+    make, message = REFUSED[name]
+    for text in refusals(ranks, make(), limit_val_batches=1.0):
+        assert message in text
 
 
 def test_one_rank_that_calls_a_block_outside_of_a_step_is_refused(ranks: Ranks) -> None:
     """It would wait for the others."""
+
+    def call(module: Any) -> None:
+        if module.trainer.is_global_zero:
+            module.net(torch.zeros(1, 1, 12, 12))
+
     with pytest.raises(UserError, match=r"net.blocks.0 of the module is called outside of a step and an evaluation"):
-        rank_fits_of(ranks, CallsASubmodule("mixer"), 2)
+        rank_fits_of(ranks, acting("on_train_epoch_end", call), 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from rank_fits import same_bits
-from strategies.sharded_runs import Classifier, Mixer, by_day, rank_fit, rank_fits_of
+from strategies.sharded_runs import Classifier, Mixer, acting, by_day, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -233,34 +233,22 @@ def test_it_has_the_bits_of_one_device(ranks: Ranks, name: str) -> None:
 # --- what is refused ---
 
 
-def hook_on(moment: str, register: str = "register_hook") -> Any:
+def hook_on(moment: str, register: str = "register_hook") -> Classifier:
     """Return a module that registers a hook on a large parameter at some moment."""
-
-    class Hooked(Classifier):
-        pass
-
-    def act(self: Any, *_: Any, **options: Any) -> None:
-        getattr(self.get_parameter(LARGE), register)(lambda gradient: None)
-
-    setattr(Hooked, moment, act)
-    return Hooked("mixer")
+    return acting(moment, lambda module, *_: getattr(module.get_parameter(LARGE), register)(lambda gradient: None))
 
 
-def acting(moment: str, action: Any, net: str = "stem") -> Any:
+def using(moment: str, action: Any, net: str = "stem") -> Classifier:
     """Return a module whose hook does something with itself and a large parameter."""
 
-    class Acts(Classifier):
-        pass
-
-    def act(self: Any, *arguments: Any) -> None:
+    def act(module: Any, *arguments: Any) -> None:
         # of the cut parameters the one with the most rows that all ranks have alike: sums of it have a part on each
-        large = [each for each in self.parameters() if each.numel() > SMALL]
+        large = [each for each in module.parameters() if each.numel() > SMALL]
         largest = max(large, key=lambda each: (each.shape[0] % 2 == 0, each.numel()))
         with torch.no_grad():
-            action(self, largest, *arguments)
+            action(module, largest, *arguments)
 
-    setattr(Acts, moment, act)
-    return Acts(net)
+    return acting(moment, act, net)
 
 
 def clips_each(module: Any, parameter: Any, optimizer: Any) -> None:
@@ -350,50 +338,50 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "register_post_accumulate_grad_hook is called for",
     ),
     "PGD": (lambda: Descends("mixer"), "a backward pass in training_step, or in a hook, has given a gradient to net."),
-    "item": (lambda: acting(STEP, lambda m, p, o: p.grad.pow(2).sum().item()), WHOLE),
-    "float": (lambda: acting(EPOCH, lambda m, p: float(p.abs().max())), WHOLE),
-    "bool": (lambda: acting(EPOCH, lambda m, p: bool(p.square().sum() > 1)), WHOLE),
-    "mean": (lambda: acting(EPOCH, lambda m, p: p.sub_(p.mean())), WHOLE),
-    "a norm that decides": (lambda: acting(EPOCH, lambda m, p: p.mul_(0.5) if p.norm() > 1 else None), WHOLE),
-    "over the first dimension": (lambda: acting(STEP, lambda m, p, o: p.grad.sub_(p.grad.mean(0))), WHOLE),
-    "logged": (lambda: acting(EPOCH, lambda m, p: m.log("w", p.mean())), WHOLE),
-    "logged norm": (lambda: acting(EPOCH, lambda m, p: m.log("w", p.norm(), sync_dist=True)), WHOLE),
-    "tolist": (lambda: acting(EPOCH, lambda m, p: p.tolist()), WHOLE),
-    "numpy": (lambda: acting(EPOCH, lambda m, p: p.detach().cpu().numpy()), WHOLE),
-    "median": (lambda: acting(EPOCH, lambda m, p: p.flatten().median(), "mixer"), WHOLE),
-    "vector": (lambda: acting(EPOCH, lambda m, p: nn.utils.parameters_to_vector(m.parameters())), WHOLE),
-    "copy_": (lambda: acting(START, lambda m, p: p.copy_(torch.zeros(p.shape))), WHOLE),
-    "data": (lambda: acting(START, lambda m, p: setattr(p, "data", torch.zeros(p.shape))), "p.data = ... replaces"),
-    "normal_": (lambda: acting(START, lambda m, p: nn.init.normal_(p)), WHOLE),
-    "kaiming": (lambda: acting("on_fit_start", lambda m, p: nn.init.kaiming_uniform_(p)), WHOLE),
-    "trunc_normal_": (lambda: acting("on_fit_start", lambda m, p: nn.init.trunc_normal_(p)), WHOLE),
-    "orthogonal_": (lambda: acting(START, lambda m, p: nn.init.orthogonal_(p)), WHOLE),
-    "noise": (lambda: acting(EPOCH, lambda m, p: p.add_(torch.randn_like(p))), WHOLE),
+    "item": (lambda: using(STEP, lambda m, p, o: p.grad.pow(2).sum().item()), WHOLE),
+    "float": (lambda: using(EPOCH, lambda m, p: float(p.abs().max())), WHOLE),
+    "bool": (lambda: using(EPOCH, lambda m, p: bool(p.square().sum() > 1)), WHOLE),
+    "mean": (lambda: using(EPOCH, lambda m, p: p.sub_(p.mean())), WHOLE),
+    "a norm that decides": (lambda: using(EPOCH, lambda m, p: p.mul_(0.5) if p.norm() > 1 else None), WHOLE),
+    "over the first dimension": (lambda: using(STEP, lambda m, p, o: p.grad.sub_(p.grad.mean(0))), WHOLE),
+    "logged": (lambda: using(EPOCH, lambda m, p: m.log("w", p.mean())), WHOLE),
+    "logged norm": (lambda: using(EPOCH, lambda m, p: m.log("w", p.norm(), sync_dist=True)), WHOLE),
+    "tolist": (lambda: using(EPOCH, lambda m, p: p.tolist()), WHOLE),
+    "numpy": (lambda: using(EPOCH, lambda m, p: p.detach().cpu().numpy()), WHOLE),
+    "median": (lambda: using(EPOCH, lambda m, p: p.flatten().median(), "mixer"), WHOLE),
+    "vector": (lambda: using(EPOCH, lambda m, p: nn.utils.parameters_to_vector(m.parameters())), WHOLE),
+    "copy_": (lambda: using(START, lambda m, p: p.copy_(torch.zeros(p.shape))), WHOLE),
+    "data": (lambda: using(START, lambda m, p: setattr(p, "data", torch.zeros(p.shape))), "p.data = ... replaces"),
+    "normal_": (lambda: using(START, lambda m, p: nn.init.normal_(p)), WHOLE),
+    "kaiming": (lambda: using("on_fit_start", lambda m, p: nn.init.kaiming_uniform_(p)), WHOLE),
+    "trunc_normal_": (lambda: using("on_fit_start", lambda m, p: nn.init.trunc_normal_(p)), WHOLE),
+    "orthogonal_": (lambda: using(START, lambda m, p: nn.init.orthogonal_(p)), WHOLE),
+    "noise": (lambda: using(EPOCH, lambda m, p: p.add_(torch.randn_like(p))), WHOLE),
     "teacher": (lambda: KeepsATeacher("mixer"), WHOLE),
-    "grad_norm of Lightning": (lambda: acting(STEP, lambda m, p, o: grad_norm(m, 2)), WHOLE),
-    "clips the optimizer's": (lambda: acting(STEP, clips_each), "gradient_clip_val"),
+    "grad_norm of Lightning": (lambda: using(STEP, lambda m, p, o: grad_norm(m, 2)), WHOLE),
+    "clips the optimizer's": (lambda: using(STEP, clips_each), "gradient_clip_val"),
     "sums the optimizer's": (
-        lambda: acting(STEP, lambda m, p, o: sum(each.grad.square().sum() for each in o.param_groups[0]["params"])),
+        lambda: using(STEP, lambda m, p, o: sum(each.grad.square().sum() for each in o.param_groups[0]["params"])),
         "trainer.strategy.gradient_norm",
     ),
     "reads the optimizer's": (
-        lambda: acting(STEP, lambda m, p, o: [each.tolist() for each in o.param_groups[0]["params"]]),
+        lambda: using(STEP, lambda m, p, o: [each.tolist() for each in o.param_groups[0]["params"]]),
         WHOLE,
     ),
     "whole of another memory format": (
-        lambda: acting(EPOCH, lambda m, p: p.full_tensor(), "convolutions"),
+        lambda: using(EPOCH, lambda m, p: p.full_tensor(), "convolutions"),
         "in the order of the memory",
     ),
     "row of another memory format": (
-        lambda: acting(EPOCH, lambda m, p: p[0], "convolutions"),
+        lambda: using(EPOCH, lambda m, p: p[0], "convolutions"),
         "in the order of the memory",
     ),
-    "deepcopy": (lambda: acting("on_train_end", lambda m, p: copy.deepcopy(m.net)), "deepcopy, pickle or torch.save"),
+    "deepcopy": (lambda: using("on_train_end", lambda m, p: copy.deepcopy(m.net)), "deepcopy, pickle or torch.save"),
     "deepcopy of a block": (
-        lambda: acting("on_train_end", lambda m, p: copy.deepcopy(m.net.blocks[0])),
+        lambda: using("on_train_end", lambda m, p: copy.deepcopy(m.net.blocks[0])),
         "lightning_module_state_dict() returns on all ranks",
     ),
-    "torch.save": (lambda: acting("on_train_end", saves), "deepcopy, pickle or torch.save copies weights"),
+    "torch.save": (lambda: using("on_train_end", saves), "deepcopy, pickle or torch.save copies weights"),
 }
 FEW_REFUSED = ("hook in setup", "hook in on_fit_start", "PGD", "item", "data", "teacher", "clips the optimizer's")
 

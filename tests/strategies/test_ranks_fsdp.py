@@ -5,12 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from rank_fits import Fit, Saves, same_bits
-from strategies.sharded_runs import CASES, Classifier, Mixer, by_day, rank_fit, rank_fits_of
+from strategies.sharded_runs import CASES, Classifier, Mixer, acting, by_day, rank_fit, rank_fits_of, refusals
 from thread_ranks import Ranks
 from torch import Tensor, nn
 
@@ -218,24 +217,15 @@ class Skips(Mixer):
             self.blocks = blocks
 
 
-class CallsInAHook(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self(torch.zeros(1, 1, 12, 12))
+def replace_a_weight(module: Any) -> None:
+    with module.trainer.strategy.whole_weights(), torch.no_grad():
+        weight = module.get_parameter("net.blocks.0.1.weight")
+        weight.data = weight.detach() * 2
 
 
-class Replaces(Classifier):
-    def on_train_epoch_start(self) -> None:
-        strategy: Any = self.trainer.strategy
-        with strategy.whole_weights(), torch.no_grad():
-            weight = self.get_parameter("net.blocks.0.1.weight")
-            weight.data = weight.detach() * 2
-
-
-class AsksForItsState(Classifier):
-    def on_train_epoch_start(self) -> None:
-        strategy: Any = self.trainer.strategy
-        with strategy.whole_weights():
-            self.state_dict()
+def ask_for_a_state(module: Any) -> None:
+    with module.trainer.strategy.whole_weights():
+        module.state_dict()
 
 
 class Drops(Mixer):
@@ -262,42 +252,49 @@ class DropsLater(Classifier):
         del checkpoint["state_dict"]["net.blocks.1.1.weight"]
 
 
-def refusals(ranks: Ranks, module: pl.LightningModule, errors: Any = UserError, **options: Any) -> list[str]:
-    """Fit a module on two ranks. Return the text of the error of each."""
-    return [str(each) for each in ranks(2, lambda rank: rank_fit(rank, module, 2, **options), errors=errors)]
+def with_net(net: nn.Module) -> Classifier:
+    module = Classifier("mixer")
+    module.net = net
+    return module
+
+
+EPOCH, STEP = "on_train_epoch_start", "on_before_optimizer_step"
+CHANGED = "the module's state_dict lacks net.blocks.0.1.weight or has changed it"
 
 
 @pytest.mark.parametrize(
-    ("net", "kind", "parts", "message"),
+    ("make", "parts", "message"),
     [
-        (NoCall, Classifier, {}, "uses weights of a block without a call of the block"),
+        (lambda: with_net(NoCall()), {}, "uses weights of a block without a call of the block"),
         (
-            Unused,
-            Classifier,
+            lambda: with_net(Unused()),
             {},
             "no gradient has reached net.weight, or another parameter of its block (its block has 2",
         ),
         (
-            Mixer,
-            Classifier,
+            lambda: Classifier("mixer"),
             {"blocks": "net.bloks.*"},
             "strategy.blocks=net.bloks.*: no module of this name has large",
         ),
-        (Skips, Classifier, {}, "a pass has not used the block of net.blocks."),
-        (Mixer, CallsInAHook, {}, "forward of the module is called outside of a step and an evaluation"),
-        (Mixer, Replaces, {}, "net.blocks.0.1.weight was replaced within trainer.strategy.whole_weights()"),
-        (Drops, Classifier, {}, "the module's state_dict lacks net.blocks.0.1.weight or has changed it"),
-        (Halves, Classifier, {}, "the module's state_dict lacks net.blocks.0.1.weight or has changed it"),
-        (Mixer, DropsLater, {}, "never.ckpt: not saved, because it lacks net.blocks.1.1.weight"),
-        (Mixer, AsksForItsState, {}, "state_dict() of a module would have parts of the weights"),
+        (lambda: with_net(Skips()), {}, "a pass has not used the block of net.blocks."),
+        (
+            lambda: acting(STEP, lambda module, *_: module(torch.zeros(1, 1, 12, 12))),
+            {},
+            "forward of the module is called outside of a step and an evaluation",
+        ),
+        (
+            lambda: acting(EPOCH, replace_a_weight),
+            {},
+            "net.blocks.0.1.weight was replaced within trainer.strategy.whole_weights()",
+        ),
+        (lambda: acting(EPOCH, ask_for_a_state), {}, "state_dict() of a module would have parts of the weights"),
+        (lambda: with_net(Drops()), {}, CHANGED),
+        (lambda: with_net(Halves()), {}, CHANGED),
+        (lambda: DropsLater("mixer"), {}, "never.ckpt: not saved, because it lacks net.blocks.1.1.weight"),
     ],
 )
-def test_what_can_not_be_right_is_refused(
-    ranks: Ranks, net: type[nn.Module], kind: type[Classifier], parts: dict[str, Any], message: str
-) -> None:
-    module = kind("mixer", "sgd")
-    module.net = net()
-    for text in refusals(ranks, module, parts=parts, errors=(StepRefused, UserError)):
+def test_what_can_not_be_right_is_refused(ranks: Ranks, make: Any, parts: dict[str, Any], message: str) -> None:
+    for text in refusals(ranks, make(), parts=parts, errors=(StepRefused, UserError)):
         assert message in text
 
 
