@@ -94,7 +94,7 @@ def matches(shapes: Shapes, sets: Mapping[str, Tensors]) -> list[Match]:
             if fitting not in seen:
                 seen.add(fitting)
                 candidates.append(best)
-    return sorted(candidates, key=lambda each: (each.is_average, *(-number for number in _quality(each)), _order(each)))
+    return sorted(candidates, key=lambda each: (each.is_average, -each.num_weights, -each.num_fitting, _order(each)))
 
 
 def _places(shapes: Shapes) -> dict[str, list[str]]:
@@ -105,10 +105,6 @@ def _places(shapes: Shapes) -> dict[str, list[str]]:
             if name.startswith(prefix):
                 places.setdefault(name[len(prefix) :], []).append(prefix)
     return places
-
-
-def _quality(match: Match) -> tuple[int, int]:
-    return match.num_weights, match.num_fitting
 
 
 def _order(match: Match) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lockstep.checkpoint import foreign_files, match, paths
 from lockstep.checkpoint.io import CheckpointError, checked_source, damage, fault, fill, find_parts, load_plain
 from lockstep.checkpoint.match import Tensors
-from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names, short_path
@@ -114,17 +113,18 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     Returns:
         The names of the module's tensors that are not in `tensors` or have another shape there.
     """
-    candidates = match.matches(_shapes(module), {"": dict(tensors)})
+    candidates = match.matches(_shapes(module.state_dict()), {"": dict(tensors)})
     return _copy(module, candidates[0].tensors if candidates else tensors)
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def _copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Copy tensors into a module by its own names. Return the names of its other tensors."""
-    shapes, whole = _shapes(module), module.state_dict()  # `whole` also has entries that are no tensors
+    whole = module.state_dict()  # it also has entries that are no tensors
+    shapes = _shapes(whole)
     fitting = {name: value for name, value in tensors.items() if shapes.get(name) == value.shape}
     whole.update(fitting)
     module.load_state_dict(whole)
@@ -159,11 +159,11 @@ def load_weights(
         UserError: the file can't be read, none of its tensors of two or more dimensions fits, or one has no numbers.
     """
     file = read_weights(key, path, broadcast)
-    setting, shapes = f"{key}={file.path}", _shapes(module)
+    setting, shapes = f"{key}={file.path}", _shapes(module.state_dict())
     candidates = _of_set(setting, file, match.matches(shapes, file.sets))
     if not candidates:
         theirs = max((file.sets[name] for name in _named(file, file.sets)), key=len)
-        sides = f"the file has {_with_shapes(_all_shapes(theirs))}; the model has {_with_shapes(shapes)}"
+        sides = f"the file has {_with_shapes(_shapes(theirs))}; the model has {_with_shapes(shapes)}"
         raise UserError(f"{setting}: none of its weights fits this model by name and shape: {sides}")
     best = candidates[0]
     not_loaded = _copy(module, adapt(best.tensors) if adapt else best.tensors)
@@ -212,10 +212,6 @@ def _about(key: str, file: WeightsFile, best: match.Match, others: Sequence[matc
     return "".join(f"; {part}" for part in parts)
 
 
-def _all_shapes(tensors: Tensors) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in tensors.items()}
-
-
 def _with_shapes(shapes: Mapping[str, torch.Size]) -> str:
     """Return names with their shapes as text: `conv1.weight 64x3x7x7, fc.bias 10 and 2 more`."""
     return join_names(f"{name} {'x'.join(map(str, shape))}".strip() for name, shape in shapes.items())
@@ -231,20 +227,6 @@ def _refuse_nan(setting: str, module: nn.Module, not_loaded: Iterable[str]) -> N
     loaded = {name: loaded[name] for name in loaded.keys() - set(not_loaded) if loaded[name].is_floating_point()}
     if broken := sorted(name for name, value in loaded.items() if bool(value.isnan().any())):
         raise UserError(f"{setting}: NaN in {join_names(broken)}: give weights from before the loss became NaN")
-
-
-def load_initial_weights(config: Config, module: nn.Module) -> LoadedWeights:
-    """Load rank zero's file `init_from` into the module of a new run. All workers must call it.
-
-    Returns:
-        The result; empty for a run without `init_from`, and for one that continues from a checkpoint.
-
-    Raises:
-        UserError: as in `load_weights`.
-    """
-    if config.resume or not config.init_from:
-        return LoadedWeights("", [])
-    return load_weights("init_from", module, config.init_from, broadcast=True)
 
 
 def refuse_frozen_unloaded(

@@ -74,9 +74,6 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
         has = f"data={config.get('name')} brings its own validation set"
         raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
     train, val, about = split_validation(source, val_fraction, folding, split_seed)
-    for name, dataset in (("training", train), ("validation", val)):
-        if dataset is not None and not len(dataset):
-            raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
     mix, sampling = group.get("mix"), group.get("sampling")
     for key, value in {"mix": mix, "sampling": sampling}.items():
         if value and source.spec.task != "classification":

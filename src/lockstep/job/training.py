@@ -28,7 +28,7 @@ from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.snapshots import Snapshots, load_snapshot
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
-from lockstep.checkpoint.weights import load_initial_weights, refuse_frozen_unloaded
+from lockstep.checkpoint.weights import LoadedWeights, load_weights, refuse_frozen_unloaded
 from lockstep.config import rules
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
@@ -108,7 +108,9 @@ class TrainingJob(Job):
         config, splits = self.config, self.splits
         self._record = provenance.checkpoint_record(config, splits)
         module = make_module(config, splits)
-        self._initial = load_initial_weights(config, module)
+        self._initial = LoadedWeights("", [])
+        if config.init_from and not config.resume:
+            self._initial = load_weights("init_from", module, config.init_from, broadcast=True)
         check_batch_norms(config, splits, module)
         if self.checkpoint:
             weights, steps = compared_weights(module), self.length.steps
