@@ -168,22 +168,27 @@ def _escaped(text: str) -> str:
 
 
 def _api(of: str) -> str:
-    """Return a section for each of some names, given with their modules and separated by commas."""
+    """Return a section for each of some names, given with their modules and separated by commas.
+
+    Behind the name of a class may stand those of its methods that a user calls: `lockstep.Job: make_module has_test`.
+    """
     parts = []
-    for name in of.split(", "):
+    for each in of.split(", "):
+        name, _, methods = each.partition(": ")
         module, _, attribute = name.rpartition(".")
         home = HOMES.get(attribute, module) if module == "lockstep" else module
-        parts.append(_described(name, attribute, getattr(import_module(home), attribute)))
+        parts.append(_described(name, attribute, getattr(import_module(home), attribute), methods.split()))
     return "\n\n".join(parts)
 
 
-def _described(name: str, short: str, value: Any) -> str:
-    """Return a section about a function or class, with the public methods that the class itself has."""
+def _described(name: str, short: str, value: Any, methods: list[str]) -> str:
+    """Return a section about a function or class, with `methods`, or else the public ones that the class itself has."""
     parts = [f"### {name}", _signature(short, value), _docstring(value)]
     if inspect.isclass(value):
         for own, member in vars(value).items():
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if own.startswith("_") or not inspect.isfunction(function) or not inspect.getdoc(function):
+            wanted = own in methods if methods else not own.startswith("_")
+            if not (wanted and inspect.isfunction(function) and inspect.getdoc(function)):
                 continue
             shown = f"`{own}`" if isinstance(member, property) else _signature(own, function, without_self=True)
             parts.append(f"#### {short}.{own}\n\n{shown}\n\n{_docstring(function)}")
