@@ -1,4 +1,4 @@
-"""Write the parts of docs/ that follow from code: keys, refusals, the Python API.
+"""Write the parts of docs/ that follow from code: keys, refusals, the Python API, whole files.
 
     python docs/reference.py
 
@@ -130,6 +130,12 @@ def _refusals() -> str:
     return "\n\n".join(parts)
 
 
+def _file(path: str) -> str:
+    """Return a file as a block of code."""
+    kind = {".py": "python", ".yaml": "yaml"}[Path(path).suffix]
+    return f"```{kind}\n{(ROOT / path).read_text().strip()}\n```"
+
+
 def _code(text: str) -> str:
     """Return text as inline code in a cell of a Markdown table."""
     fence = "``" if "`" in text else "`"
@@ -239,6 +245,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "keys": _keys,
     "refusals": lambda _: _refusals(),
     "api": _api,
+    "file": _file,
 }
 
 if __name__ == "__main__":

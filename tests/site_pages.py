@@ -13,6 +13,7 @@ DOCS = ROOT / "docs"
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:python|lockstep|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?"
 )
+WRITTEN_FILE = re.compile(r"<!-- written by make reference: file of (\S+) -->\n\n```\w+\n(.*?)^```$", re.DOTALL | re.M)
 FILE = re.compile(r"`((?:src|conf|tests)/[\w/.-]+)`")
 # What depends on the machine or the moment: fractions, speeds, run folders, hashes, the step that was the best.
 VARIES = re.compile(
@@ -55,9 +56,9 @@ def without_written(text: str) -> str:
 
 def read(name: str) -> Page:
     """Return what a page shows."""
-    page, text = Page(name), without_written((DOCS / name).read_text())
-    text = re.sub(r"^--8<--\n(.+)\n--8<--\n", lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
-    prose = ""
+    page, text = Page(name), (DOCS / name).read_text()
+    page.files = dict(WRITTEN_FILE.findall(text))
+    text, prose = without_written(text), ""
     for part in re.split(r"^(```\w*\n.*?^```\n)", text, flags=re.DOTALL | re.MULTILINE):
         if not (fence := re.match(r"```(\w*)\n(.*)```\n", part, flags=re.DOTALL)):
             prose = part

@@ -1,6 +1,6 @@
 """The public names of Lockstep: one training step on any layout.
 
-A project and notebooks import from here, `lockstep.testing` and `lockstep.vision` only: `from lockstep import train`.
+A project and notebooks import from here, `lockstep.strategies`, `lockstep.testing` and `lockstep.vision` only.
 docs/use/train.md describes each name. Everything else in the package is internal.
 """
 

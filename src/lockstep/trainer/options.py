@@ -51,6 +51,12 @@ REFUSED_OPTIONS = {
     "barebones": (False, "leave it out"),
     "model_registry": (None, "leave it out"),
 }
+# What options are called here that have, or had, another name elsewhere.
+ELSEWHERE = {
+    "gpus": "use devices",
+    "hang_timeout": "give it to lockstep.launch",
+    "resume_from_checkpoint": "give fit a ckpt_path",
+}
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -164,7 +170,8 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
     options = dict(options)
     if unknown := [name for name in options if name not in LIGHTNINGS]:
         near = difflib.get_close_matches(unknown[0], [*LIGHTNINGS, *OURS], n=1)
-        raise UserError(f"Trainer({unknown[0]}=...): there is no such option{f': use {near[0]}' if near else ''}")
+        right = ELSEWHERE.get(unknown[0], f"use {near[0]}" if near else "leave it out")
+        raise UserError(f"Trainer({unknown[0]}=...): there is no such option: {right}")
     # Hydra gives its own lists
     options = {
         name: list(value) if isinstance(value, Sequence) and not isinstance(value, str | list | tuple) else value
