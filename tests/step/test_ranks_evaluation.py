@@ -1,8 +1,7 @@
 """What an evaluation logs and counts on several ranks: every sample once, also on ranks with unequal parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,80 +35,32 @@ def batches(samples: Sequence[int], size: int = 2) -> list[Tensor]:
     return [VALUES[samples[at : at + size]] for at in range(0, len(samples), size)] if samples else []
 
 
-def reduced_logs(
-    log: Callable[[EvaluationLogs, Tensor], None], parts: Sequence[Sequence[int]], rank: int
-) -> dict[str, float]:
-    """Return what a rank has after its batches and the reduction, by the names of the logged values."""
-    logs, samples = EvaluationLogs(), parts[rank]
-    for batch in batches(samples):
-        logs.batch_size = len(batch)
-        log(logs, batch)
-    logs.reduce(gather_objects, len(samples), lambda tensor, **options: tensor)
-    return {key.partition(".")[2]: float(item.compute()) for key, item in logs.items()}
-
-
-def log_value(reduction: Any, value: Callable[[Tensor], Tensor], **options: Any) -> Any:
-    def log(logs: EvaluationLogs, batch: Tensor) -> None:
-        meta = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "reduce_fx": reduction}
-        meta |= {"enable_graph": False, "sync_dist": False, "batch_size": len(batch)}
-        logs.log("validation_step", "value", value(batch), **(meta | options))
-
-    return log
-
-
-KINDS: dict[str, tuple[Any, Tensor]] = {
-    "mean": (Tensor.mean, VALUES.mean()),
-    "sum": (Tensor.sum, VALUES.sum()),
-    "min": (Tensor.min, VALUES.min()),
+META: dict[str, Any] = {
+    "prog_bar": False,
+    "logger": True,
+    "on_step": False,
+    "on_epoch": True,
+    "enable_graph": False,
+    "sync_dist": False,
 }
-KINDS |= {"max": (Tensor.max, VALUES.max())}
-
-
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("reduction", [*KINDS])
-def test_a_logged_value_is_that_of_all_samples_on_every_rank(ranks: Ranks, parts: Any, reduction: str) -> None:
-    value, expected = KINDS[reduction]
-    log = log_value(reduction, value)
-    for result in ranks(len(parts), lambda rank: reduced_logs(log, parts, rank)):
-        assert result == {"value": pytest.approx(float(expected), rel=1e-6)}
 
 
 def test_values_are_summed_in_float64() -> None:
     """In float32, ones would be lost beside 2**24."""
-    logs, log = EvaluationLogs(), log_value("sum", Tensor.sum)
+    logs = EvaluationLogs()
+    logs.batch_size = 1
     for value in (2.0**24, 1.0, 1.0, 1.0, 1.0):
-        logs.batch_size = 1
-        log(logs, torch.tensor([value]))
+        logs.log("validation_step", "value", torch.tensor(value), reduce_fx="sum", batch_size=1, **META)
     logs.reduce(lambda local: [local], 5, lambda tensor, **options: tensor)
     assert float(logs["validation_step.value"].compute()) == 2**24 + 4
-
-
-def test_a_mean_of_the_ranks_means_would_be_another(ranks: Ranks) -> None:
-    """The control: the parts are so unequal that this shows."""
-    means = [VALUES[part].mean() for part in PARTS[2]]
-    assert float(torch.stack(means).mean()) != pytest.approx(float(VALUES.mean()), rel=1e-2)
-
-
-def test_a_name_that_one_rank_logs_reaches_the_others(ranks: Ranks) -> None:
-    """For example the mean over the samples of a class."""
-
-    def log(logs: EvaluationLogs, batch: Tensor) -> None:
-        large = batch[batch > 5]
-        if len(large):
-            log_value("mean", Tensor.mean)(logs, large)
-
-    for parts in PARTS[1:]:
-        for result in ranks(len(parts), partial(reduced_logs, log, parts)):
-            assert result == {"value": 8.0}
 
 
 def end_logs(value: Any, parts: Any, rank: int, **options: Any) -> Any:
     """Return what is left of a value that each rank logs once, at the end of the evaluation."""
     logs, samples = EvaluationLogs(), len(parts[rank])
-    meta = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "reduce_fx": "mean"}
-    meta |= {"enable_graph": False, "sync_dist": False}
     logs.batch_size = 1
-    logs.log("on_validation_epoch_end", "value", torch.tensor(float(value(rank))), **(meta | options))
+    meta = {**META, "reduce_fx": "mean", **options}
+    logs.log("on_validation_epoch_end", "value", torch.tensor(float(value(rank))), **meta)
     logs.reduce(gather_objects, samples, lambda tensor, **options: tensor)
     return float(logs["on_validation_epoch_end.value"].compute())
 
@@ -133,14 +84,6 @@ def test_a_value_of_the_epochs_end_that_asks_for_a_reduction(
     of_rank: Any = lambda rank: end_logs(lambda r: r + 1, PARTS[3], rank, reduce_fx=reduction, sync_dist=True)  # noqa: E731
     assert ranks(3, of_rank) == [expected] * 3
     assert not caplog.records
-
-
-def test_nan_of_one_rank_is_nan_on_all(ranks: Ranks) -> None:
-    def log(logs: EvaluationLogs, batch: Tensor) -> None:
-        log_value("mean", lambda each: each.mean() / (0.0 if 8.0 in each else 1.0) * 0 + 1)(logs, batch)
-
-    for result in ranks(3, lambda rank: reduced_logs(log, PARTS[2], rank)):
-        assert result["value"] != result["value"]
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -313,6 +256,9 @@ class Scores(Net):
         self.log("auroc", self.auroc)
         self.log("loss", F.cross_entropy(p, y))
         self.log("largest", p.max(), reduce_fx="max")
+        self.log("smallest", p.min(), reduce_fx="min")
+        self.log("right", (p.argmax(1) == y).sum(), reduce_fx="sum")
+        self.log("nan", p.mean() / (y != 1).all() * 0)  # of some batches, so of all ranks
         if (p.argmax(1) == 2).any():
             self.log("sometimes", p[:, 2].mean(), batch_size=len(x))
 
@@ -333,6 +279,15 @@ def test_an_evaluation_has_the_numbers_of_one_device(ranks: Ranks, stage: str, w
     """Nine samples leave one of four ranks without a batch, one sample three of them."""
     module = Scores()
     expected = evaluate(0, module, 1, samples, stage)
+    x, y = splits(evaluated=samples).val[:]
+    p = module.eval()(x).softmax(1)
+    by_hand = {
+        "loss": F.cross_entropy(p, y),
+        "largest": p.max(),
+        "smallest": p.min(),
+        "right": (p.argmax(1) == y).sum(),
+    }
+    assert {name: expected[name] for name in by_hand} == pytest.approx({n: float(v) for n, v in by_hand.items()})
     for numbers in ranks(world, lambda rank: evaluate(rank, module, world, samples, stage)):
         assert numbers == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert expected != pytest.approx(evaluate(0, module, 1, samples % 30 + 3, stage), rel=1e-5), "the control"
