@@ -1,5 +1,6 @@
 """What tests of generated inputs share: how many are tried, and what counts as a refusal."""
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from lockstep.errors import UserError
 NIGHTLY = settings.get_current_profile_name() == "nightly"
 # what is done, where and from where as parts of the length, and the bytes of it
 Edit = tuple[str, float, float, bytes]
+# What a header may say of a size or a place, in both orders of bytes.
+NUMBERS = [struct.pack(f"{order}I", each) for order in "<>" for each in (0, 1, 255, 65535, 2**31 - 1, 2**31, 2**32 - 1)]
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 
@@ -49,7 +52,7 @@ def edits(most: int, longest: int) -> st.SearchStrategy[list[Edit]]:
         st.sampled_from(["cut", "change", "remove", "insert", "copy"]),
         st.floats(0, 1),
         st.floats(0, 1),
-        st.binary(min_size=1, max_size=longest),
+        st.binary(min_size=1, max_size=longest) | st.sampled_from(NUMBERS),
     )
     return st.lists(edit, min_size=1, max_size=most)
 

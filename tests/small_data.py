@@ -18,6 +18,7 @@ from PIL import Image
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
+from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.vision.models import FastCNN, ResNet9, SmallCNN, SmallResNet18
@@ -99,6 +100,20 @@ def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: i
             for number in range(each):
                 Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     return root
+
+
+def write_list(folder: Path, head: str, rows: list[str], coding: str = "utf-8") -> Path:
+    """Write a list of images, and 12 images for it."""
+    (folder / "images").mkdir()
+    for number in range(12):
+        Image.new("RGB", (8, 9), (number, 0, 0)).save(folder / "images" / f"{number}.png")
+    (folder / "list.csv").write_text("\n".join([head, *rows]) + "\n", encoding=coding)
+    return folder / "list.csv"
+
+
+def open_list(file: Path | None, **changes: Any) -> Splits:
+    path = None if file is None else str(file)
+    return open_data(config("image_list", csv=path, image_size=8, **changes), "nowhere")
 
 
 def idx(values: np.ndarray) -> bytes:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from conftest import summary_of
 from user_runs import BOTH, jobs, train
 
@@ -29,14 +30,16 @@ def test_a_monitor_that_validation_does_not_log_is_refused_before_the_first_step
     assert not runs[0].folders
 
 
-def test_the_batch_before_the_first_step_changes_nothing(project: Path, tmp_path: Path) -> None:
-    for layout in ((), ("strategy=ddp", "devices=2")):
-        task = ("callbacks.checkpoint.monitor=null,val/acc", "num_workers=1", *layout)
-        without, checked = (run.summary for run in jobs(project, tmp_path / f"{len(layout)}", "Remembers", *task))
-        assert checked["weights_sha256"] == without["weights_sha256"]
-        assert checked["metrics"] == without["metrics"]
-        assert checked["metrics"]["val/best"] == 1.0
-        assert checked["best_checkpoint"], "the control: it is followed"
+@pytest.mark.parametrize("layout", [pytest.param((), marks=pytest.mark.nightly), ("strategy=ddp", "devices=2")])
+def test_the_batch_before_the_first_step_changes_nothing(
+    project: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    task = ("callbacks.checkpoint.monitor=null,val/acc", "num_workers=1", *layout)
+    without, checked = (run.summary for run in jobs(project, tmp_path, "Remembers", *task))
+    assert checked["weights_sha256"] == without["weights_sha256"]
+    assert checked["metrics"] == without["metrics"]
+    assert checked["metrics"]["val/best"] == 1.0
+    assert checked["best_checkpoint"], "the control: it is followed"
 
 
 def test_what_may_be_missing_is_not_refused(project: Path, tmp_path: Path) -> None:

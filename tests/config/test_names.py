@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.arguments import no_option_message, read_arguments
-from lockstep.config.pages import SEARCHED, group_file, with_one_search_path
+from lockstep.config.pages import group_file
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
@@ -86,14 +86,6 @@ def test_another_first_page_is_refused(flags: list[str]) -> None:
     """A resumed run and a sweep would begin with train.yaml."""
     with pytest.raises(UserError, match=r"a run begins with conf/train.yaml: .* give experiment=<name>$"):
         read_arguments([*flags, "lr=1"], "train")
-
-
-def test_folders_of_pages_are_searched_in_one_order() -> None:
-    ours = "hydra.searchpath=['file:///conf',pkg://lockstep.conf]"
-    theirs = "hydra.searchpath=['file:///a, b',pkg://lockstep.conf]"
-    expected = f"hydra.searchpath=['file:///a, b','file:///conf',{','.join(SEARCHED)}]"
-    assert with_one_search_path([theirs, "lr=1", ours]) == [expected, "lr=1"]
-    assert with_one_search_path(["lr=1"]) == ["lr=1"]
 
 
 def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:

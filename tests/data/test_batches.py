@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from torchvision.datasets import FakeData
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import Splits, StepData
-from lockstep.data.datasets import fetch, labels_of
+from lockstep.data import StepData
+from lockstep.data.datasets import fetch
 from lockstep.data.loaders import chunks_of_rank
 from lockstep.data.user_loaders import read_loader
 from lockstep.errors import UserError
@@ -33,19 +32,6 @@ def test_a_gather_is_the_same_as_sample_by_sample() -> None:
     for row, index in enumerate(49 - ids):
         assert torch.equal(images[row], dataset[index][0])
         assert labels[row] == dataset[index][1]
-
-
-def test_labels_come_without_the_samples_also_of_subsets() -> None:
-    dataset, ids = arrays(50), np.array([3, 49, 0, 3])
-    assert np.asarray(labels_of(Subset(dataset, ids))).tolist() == [3, 49, 0, 3]  # type: ignore[arg-type]
-    of_torchvision = FakeData(size=20)
-    assert labels_of(of_torchvision) is None
-    with pytest.raises(UserError, match="the labels of a FakeData are unknown: give it an attribute labels or targets"):
-        Splits(Subset(of_torchvision, [0, 3]), None, None).train_labels()
-    of_torchvision.targets = list(range(20))  # as most of torchvision's have them
-    assert np.asarray(labels_of(of_torchvision)).tolist() == list(range(20))
-    of_torchvision.targets = [0.5] * 20
-    assert labels_of(of_torchvision) is None
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

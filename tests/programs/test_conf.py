@@ -91,6 +91,8 @@ def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None
         (added,) = with_one_search_path([f"+hydra.searchpath=[{other}]"])
         assert added == f"hydra.searchpath=[{other},{ours}]"
         assert with_one_search_path([added]) == [added]
+    theirs, others = (f"hydra.searchpath=['file:///{name}',pkg://lockstep.conf]" for name in ("a, b", "conf"))
+    assert with_one_search_path([theirs, others]) == [f"hydra.searchpath=['file:///a, b','file:///conf',{ours}]"]
 
 
 def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:

@@ -1,13 +1,12 @@
 """Labels: one rule for folders, lists, shards and the hub. What looks alike is never two classes."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from small_data import config, refusal_of, write_images
-from written_shards import write_tar
+from small_data import config, open_list, refusal_of, write_images, write_list
+from written_shards import picture, write_tar
 
 from lockstep import Source, Spec
 from lockstep.data.build import open_data, refuse_untrained_classes
@@ -17,25 +16,6 @@ from lockstep.vision.data import image_folder
 from lockstep.vision.data.classes import class_names, clean, ordered
 
 PARQUET = "pip install -e .[huggingface] brings datasets"
-
-
-def png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (6, 6)).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_list(folder: Path, head: str, rows: list[str]) -> Path:
-    """Write a list, and 12 images for it."""
-    (folder / "images").mkdir()
-    for number in range(12):
-        (folder / "images" / f"{number}.png").write_bytes(png())
-    (folder / "list.csv").write_text("\n".join([head, *rows]) + "\n")
-    return folder / "list.csv"
-
-
-def opened(file: Path, **changes: Any) -> Any:
-    return open_data(config("image_list", csv=str(file), image_size=8, **changes), "nowhere")
 
 
 SAME_LOOKS = [
@@ -65,14 +45,14 @@ SAME_LOOKS = [
 @pytest.mark.parametrize(("one", "other"), SAME_LOOKS)
 def test_labels_that_look_the_same_are_refused(tmp_path: Path, one: str, other: str) -> None:
     rows = [f"images/{number}.png,{[one, other, 'z'][number % 3]}" for number in range(12)]
-    line = refusal_of(opened, write_list(tmp_path, "path,label", rows))
+    line = refusal_of(open_list, write_list(tmp_path, "path,label", rows))
     shown = (
         "list.csv: labels that look alike: {!r} (4, row 2, 5, 8 and 1 more), {!r} (4, row 3, 6, 9 and 1 more): write"
     )
     assert shown.format(one, other) in line or shown.format(one, other.lstrip()) in line, line
     members = {f"{number}.cls": [one, other, "z"][number % 3].encode() for number in range(12)}
     names = sorted([*members, *(f"{number}.png" for number in range(12))])
-    write_tar(tmp_path / "shards" / "a.tar", {name: members.get(name, png()) for name in names})
+    write_tar(tmp_path / "shards" / "a.tar", {name: members.get(name, picture()) for name in names})
     if clean(one) != clean(other) or "\0" in other or "e" in one:  # scan_tar strips blanks
         assert "labels that look alike: " in refusal_of(open_data, config("shards"), str(tmp_path / "shards"))
     if "\0" not in other:
@@ -85,7 +65,7 @@ def test_labels_that_look_the_same_are_refused(tmp_path: Path, one: str, other: 
 @pytest.mark.usefixtures("whole_run")
 def test_labels_of_the_hub_that_look_the_same_are_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason=PARQUET)
-    rows = {"image": [{"bytes": png(), "path": None}] * 4, "label": ["a", "b", "a ", "b"]}
+    rows = {"image": [{"bytes": picture(), "path": None}] * 4, "label": ["a", "b", "a ", "b"]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"))
     line = refusal_of(open_data, config("huggingface", path=str(tmp_path / "d")), "nowhere")
     assert "labels that look alike: 'a' (1), 'a ' (1): write them in one way" in line
@@ -99,14 +79,14 @@ def test_labels_that_differ_visibly_are_classes(labels: tuple[str, str]) -> None
 def test_a_label_is_written_without_what_cannot_be_seen(tmp_path: Path) -> None:
     labels = ("a ", "cafe\u0301\u200b")
     rows = [f"images/{number}.png,{labels[number % 2]}" for number in range(12)]
-    assert opened(write_list(tmp_path, "path,label", rows)).spec.classes == ("a", "caf\u00e9")
+    assert open_list(write_list(tmp_path, "path,label", rows)).spec.classes == ("a", "caf\u00e9")
     assert clean("\ufeff\0 a b\t") == "a b"
 
 
 @pytest.mark.parametrize("label", ["nan", "NaN", "None", "NULL", "null", "<NA>", "NaT", "N/A", "NA"])
 def test_missing_values_are_refused_as_labels(tmp_path: Path, label: str) -> None:
     rows = [f"images/{number}.png,{['a', 'b', label][number % 3]}" for number in range(12)]
-    line = refusal_of(opened, write_list(tmp_path, "path,label", rows))
+    line = refusal_of(open_list, write_list(tmp_path, "path,label", rows))
     assert f"row 4, 7, 10 and 1 more: the label {label!r} is how programs write a missing value" in line
     assert class_names({"none": 1, "a": 2}, "here")[1] == ["a", "none"]  # a class of many data sets
     assert class_names({"None": 1, "a": 2}, "here", order=["None", "a"])[1] == ["None", "a"]  # listed on purpose
@@ -127,7 +107,7 @@ def test_missing_values_are_refused_as_labels(tmp_path: Path, label: str) -> Non
 )
 def test_odd_labels_are_refused(tmp_path: Path, head: str, row: str, message: str) -> None:
     end = ",b" * head.count("label,label")
-    line = refusal_of(opened, write_list(tmp_path, head, [f"images/0.png,a{end}", f"images/1.png,b{end}", row]))
+    line = refusal_of(open_list, write_list(tmp_path, head, [f"images/0.png,a{end}", f"images/1.png,b{end}", row]))
     assert message in line, line
 
 
@@ -135,9 +115,9 @@ def test_odd_labels_are_refused(tmp_path: Path, head: str, row: str, message: st
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path, value: str) -> None:
     rows = [f"images/{number}.png,{number}" for number in range(11)] + [f'images/11.png,"{value}"']
     file = write_list(tmp_path, "path,age", rows)
-    assert f"row 13: age is {value}: must be a number" in refusal_of(opened, file, values=["age"])
+    assert f"row 13: age is {value}: must be a number" in refusal_of(open_list, file, values=["age"])
     file.write_text(file.read_text().replace(value, "5"))
-    assert opened(file, values=["age"]).spec.classes == ("age",)
+    assert open_list(file, values=["age"]).spec.classes == ("age",)
 
 
 def test_one_name_in_two_forms_of_unicode_is_one_class(tmp_path: Path) -> None:
@@ -196,9 +176,9 @@ def test_a_class_without_training_images_is_refused(tmp_path: Path) -> None:
     rows = [f"images/{n}.png,{'abc'[n % 3]},{'test' if n % 3 == 2 or n > 8 else 'train'}" for n in range(12)]
     file = write_list(tmp_path, "path,label,split", rows)
     message = "data: 4 test images of classes without a training image: c: train must have some"
-    assert message in refusal_of(opened, file)
+    assert message in refusal_of(open_list, file)
     file.write_text(file.read_text().replace("2.png,c,test", "2.png,c,train"))
-    assert len(opened(file).test) == 5
+    assert len(open_list(file).test) == 5
     spec = Spec(1, 4, ("a", "b", "c"))
     refuse_untrained_classes(Source(images([0, 1, 2]), images([2]), spec))
     refuse_untrained_classes(Source(images([0, 1]), images([0]), spec))

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import shutil
-import tarfile
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 from PIL import Image
 from small_data import config
+from written_shards import write_tar
 
 from lockstep.data.build import open_data
 
@@ -268,16 +268,6 @@ def tar_members(draw: st.DrawFn) -> Members:
     return Members(members, meant, plain)
 
 
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> bytes:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path.read_bytes()
-
-
 def opened_shards(root: Path) -> Any:
     return result_or_line(lambda: open_data(config("shards", **SMALL, index_dir=str(root.parent / "index")), str(root)))
 
@@ -287,7 +277,7 @@ def opened_shards(root: Path) -> Any:
 def test_shards(home: Path, what: Members) -> None:
     shutil.rmtree(home / "index", ignore_errors=True)
     root = emptied(home / "shards")
-    write_tar(root / "all.tar", what.members)
+    write_tar(root / "all.tar", dict(what.members))
     splits, line = opened_shards(root)
     event("accepted" if splits else "refused")
     assert splits or not what.plain, line
@@ -299,11 +289,11 @@ def test_shards(home: Path, what: Members) -> None:
             assert splits.spec.classes[label] == what.meant.get(number, splits.spec.classes[label])
 
 
-TAR = [
-    (f"{number}.{ending}", content)
+TAR = {
+    f"{number}.{ending}": content
     for number in range(4)
     for ending, content in (("cls", b"ab"[number % 2 :][:1]), ("png", png(number)))
-]
+}
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
@@ -314,7 +304,7 @@ def test_damaged_shards(home: Path, kind: str, edits: list[Edit]) -> None:
     shutil.rmtree(home / "index", ignore_errors=True)
     root = emptied(home / "damaged")
     if kind == "tar":
-        content = write_tar(root / "all.tar", TAR)
+        content = write_tar(root / "all.tar", TAR).read_bytes()
     else:
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         rows = [{"bytes": png(number), "path": f"{number}.png"} for number in range(4)]

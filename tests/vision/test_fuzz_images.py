@@ -4,7 +4,6 @@ What is right is computed here from the generated pixels, or read by Pillow alon
 """
 
 import io
-import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import often, refused_line, result_or_line
+from fuzzing import Edit, damaged, edits, often, refused_line, result_or_line
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -166,33 +165,13 @@ def test_the_control_a_wrong_turn_is_seen(folder: Path, monkeypatch: pytest.Monk
         check.hypothesis.inner_test(folder, picture, ".png", 3)
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    """Return a file with bytes that were changed, cut off, moved or doubled."""
-    picture = draw(pictures())
-    content = bytearray(picture.content)
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(content)))
-        length = draw(st.sampled_from([1, 2, 4, 64]))
-        match draw(st.sampled_from(["cut", "change", "remove", "double", "number"])):
-            case "cut":
-                del content[at:]
-            case "change":
-                content[at : at + length] = draw(st.binary(min_size=length, max_size=length))
-            case "remove":
-                del content[at : at + length]
-            case "double":
-                content[at:at] = content[at : at + length]
-            case "number":
-                number = draw(st.sampled_from([0, 1, 255, 65535, 2**31 - 1, 2**31, 2**32 - 1]))
-                content[at : at + 4] = struct.pack(draw(st.sampled_from(["<I", ">I"])), number)
-    return bytes(content)
-
-
 @pytest.mark.usefixtures("whole_run")
 @often(40)
-@given(content=damaged(), channels=st.sampled_from([1, 3]))
-def test_damage_is_refused_or_as_pillow_shows_it(folder: Path, content: bytes, channels: int) -> None:
+@given(picture=pictures(), edits=edits(4, 64), channels=st.sampled_from([1, 3]))
+def test_damage_is_refused_or_as_pillow_shows_it(
+    folder: Path, picture: Picture, edits: list[Edit], channels: int
+) -> None:
+    content = damaged(picture.content, edits)
     files = opened(folder, "image.png", content, channels)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

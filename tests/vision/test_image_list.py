@@ -6,48 +6,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from small_data import config, refusal_of
+from small_data import open_list, refusal_of, write_list
 
-from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.vision.data.folders import ImageFiles
-
-
-def write_list(folder: Path, head: str, rows: list[str], coding: str = "utf-8") -> Path:
-    (folder / "images").mkdir()
-    for number in range(12):
-        Image.new("RGB", (8, 9), (number, 0, 0)).save(folder / "images" / f"{number}.png")
-    (folder / "list.csv").write_text("\n".join([head, *rows]) + "\n", encoding=coding)
-    return folder / "list.csv"
-
-
-def opened(file: Path | None, **changes: Any) -> Any:
-    path = None if file is None else str(file)
-    return open_data(config("image_list", csv=path, image_size=8, **changes), "nowhere")
 
 
 def test_a_list_is_split_by_class(tmp_path: Path) -> None:
     rows = [f"images/{number}.png,{10 if number % 2 else 9}" for number in range(12)]
     file = write_list(tmp_path, "path,label", rows, "utf-8-sig")  # as Excel writes it
-    actual = opened(file, val_fraction=0.2, test_fraction=0.3)
+    actual = open_list(file, val_fraction=0.2, test_fraction=0.3)
     assert actual.spec.classes == ("9", "10")
     counts = [np.bincount(part.labels).tolist() for part in (actual.train, actual.val, actual.test)]
     assert counts == [[3, 3], [1, 1], [2, 2]]
     file.write_text("path,label\n" + "\n".join([*rows[1:2], *rows[:1], *rows[2:]]))
-    assert set(opened(file, val_fraction=0.2, test_fraction=0.3).test.names) == set(actual.test.names)
+    assert set(open_list(file, val_fraction=0.2, test_fraction=0.3).test.names) == set(actual.test.names)
     file.write_text("path,label\n" + "\n".join([rows[0].replace(",9", ",10"), *rows[1:]]))
-    assert opened(file).fingerprint != actual.fingerprint
+    assert open_list(file).fingerprint != actual.fingerprint
 
 
 def test_a_list_describes_how_it_is_split(tmp_path: Path) -> None:
     splits = ["train"] * 8 + ["val"] * 3 + ["test"]
     rows = [f"{split},images/{number}.png,{'ab'[number % 2]}" for number, split in enumerate(splits)]
     file = write_list(tmp_path, "split,path,label", rows)
-    actual = opened(file)
+    actual = open_list(file)
     assert [len(part) for part in (actual.train, actual.val, actual.test)] == [8, 3, 1]
     file.write_text("split,path,label\n" + "\n".join(rows[:8]))
-    actual = opened(file, val_fraction=0.25)
+    actual = open_list(file, val_fraction=0.25)
     assert (len(actual.train), len(actual.val), actual.test) == (6, 2, None)
 
 
@@ -77,16 +62,16 @@ def test_a_list_describes_how_it_is_split(tmp_path: Path) -> None:
 )
 def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, message: str) -> None:
     file = write_list(tmp_path, head, ["images/0.png,a", "images/1.png,a", row])
-    line = refusal_of(opened, file)
+    line = refusal_of(open_list, file)
     assert message in line, line
     assert str(file) in line
 
 
 def test_a_quotation_mark_of_the_last_row_is_closed(tmp_path: Path) -> None:
     file = write_list(tmp_path, "path,label", ["images/0.png,1", 'images/1.png,"2'])
-    assert "row 3 can't be read (unexpected end of data)" in refusal_of(opened, file)
+    assert "row 3 can't be read (unexpected end of data)" in refusal_of(open_list, file)
     file.write_text(file.read_text(), encoding="utf-16")
-    assert refusal_of(opened, file).endswith(": save it as UTF-8")
+    assert refusal_of(open_list, file).endswith(": save it as UTF-8")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +87,12 @@ def test_a_quotation_mark_of_the_last_row_is_closed(tmp_path: Path) -> None:
 def test_a_quotation_mark_swallows_no_row_whatever_column_it_is_in(tmp_path: Path, comment: str, message: str) -> None:
     rows = ["images/0.png,1,fine", f"images/1.png,2,{comment}", "images/2.png,3,fine"]
     file = write_list(tmp_path, "path,age,comment", rows)
-    line = refusal_of(opened, file, values=["age"])
+    line = refusal_of(open_list, file, values=["age"])
     assert message in line, line
     assert "\n" not in line
     closed = [rows[0], 'images/1.png,2,"a ""quote"", closed"', 'images/2.png,3,6"']
     file.write_text("\n".join(["path,age,comment", *closed]))
-    data = opened(file, values=["age"], val_fraction=0, test_fraction=0)
+    data = open_list(file, values=["age"], val_fraction=0, test_fraction=0)
     assert len(data.train) == 3
 
 
@@ -121,11 +106,11 @@ def test_a_list_of_files_to_predict_has_a_value_in_each_line(tmp_path: Path) -> 
 
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
     for file, message in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
-        line = refusal_of(opened, file)
+        line = refusal_of(open_list, file)
         assert message in line
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match="its columns are none"):
-        opened(tmp_path / "empty.csv")
+        open_list(tmp_path / "empty.csv")
 
 
 REPEATED = ("images/1.png", "./images/1.png", "images/../images/1.png", "link.png", "folder/1.png", "hard.png")
@@ -138,17 +123,17 @@ def test_an_image_that_is_listed_again_counts_once(tmp_path: Path, path: str) ->
     (tmp_path / "link.png").symlink_to("images/1.png")
     (tmp_path / "folder").symlink_to("images")
     (tmp_path / "hard.png").hardlink_to(tmp_path / "images" / "1.png")
-    before = opened(file)
+    before = open_list(file)
     file.write_text("\n".join(["path,label", *rows, f"{path},b"]))
-    assert opened(file).fingerprint == before.fingerprint
+    assert open_list(file).fingerprint == before.fingerprint
     warning = f"1 image listed again, with the same label, counted once: {file}: row 14 ({path})"
-    assert warning in opened(file).about
+    assert warning in open_list(file).about
     file.write_text("\n".join(["path,label", *rows, f"{path},a"]))
-    line = refusal_of(opened, file)
+    line = refusal_of(open_list, file)
     assert f"{file}: row 3 (images/1.png) and {file}: row 14 ({path}) are the same image, with b and with a" in line
     for part in ("val", "test"):
         file.write_text("\n".join(["path,label,split", *(f"{row},train" for row in rows), f"{path},b,{part}"]))
-        line = refusal_of(opened, file)
+        line = refusal_of(open_list, file)
         assert f"row 14 ({path}) are the same image, in train and in {part}: it must be in one part" in line
 
 
@@ -162,4 +147,4 @@ def test_a_file_that_cannot_be_looked_at_is_not_called_missing(tmp_path: Path, m
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", failing)
-    assert "images/1.png can't be read (Permission denied)" in refusal_of(opened, file)
+    assert "images/1.png can't be read (Permission denied)" in refusal_of(open_list, file)

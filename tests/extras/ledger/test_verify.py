@@ -92,6 +92,7 @@ def test_parts_of_it_come_out_again(run: Path) -> None:
     assert not [*(run.parent.parent / "verified").rglob("*")], "what was computed is gone"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_all_of_it_comes_out_again_from_the_seed(run: Path, tmp_path: Path) -> None:
     """On a layout that the run never had; parts of it, above, on one device."""
@@ -279,6 +280,7 @@ def test_a_portable_run_comes_out_again(run_train: Program) -> None:
     assert "steps 1 to 12: the same bits" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_images_of_a_server_that_were_replaced_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same names and sizes. A folder's would be seen by the bits of the first step that reads them."""

@@ -86,6 +86,7 @@ def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(uneven: Path, tm
     assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
 
 
+@pytest.mark.nightly
 def test_pieces_move_with_the_shards_that_they_read_on_a_server(uneven: Path, tmp_path: Path) -> None:
     """Each piece has a stream of its own, which its new rank reads on. The control has other streams."""
     pytest.importorskip("aiohttp", reason="the driver of http")
