@@ -23,7 +23,7 @@ from torchmetrics import MaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from lockstep.vision.models import ImageClassifier, SmallCNN
+from lockstep.vision.models import SmallCNN
 
 SIZE, CLASSES = 12, 3
 
@@ -547,13 +547,6 @@ class WrongShapes(SmallCNN):
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-class Keeps(ImageClassifier):
-    def __init__(self, net=None, **options):
-        net = net or nn.Flatten()
-        super().__init__(net, **options)
-        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
 
 class Spare(LitDigits):

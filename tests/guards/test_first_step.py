@@ -4,6 +4,7 @@ import logging
 import random
 import re
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
 from lockstep.guards.first_step import FirstStepCheck
-from lockstep.guards.losses import grows, may_grow
+from lockstep.guards.losses import grows
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import CannotRepeat, repeated
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -79,6 +80,22 @@ def fit(
     trainer = StepTrainer(gradients, [FirstStepCheck(compiled=False)] if check else [], 3, **options)
     trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
     return trainer
+
+
+def both(folder: Path, kind: Callable[[], Any], **options: Any) -> list[Any]:
+    """Fit a module with the trial passes, and one without. Return both, which begin with the same random numbers."""
+    modules = [kind(), kind()]
+    for module, check in zip(modules, (True, False), strict=True):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        fit(folder, module, check=check, **options)
+    return modules
+
+
+def same_state(one: Net, other: Net) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    assert one.calls == other.calls
 
 
 # --- a mean over something else than samples ---
@@ -197,41 +214,60 @@ class Opaque(Net):
         return (*batch, torch.ones(5))
 
 
+class Teacher(Net):
+    """It moves a second network towards the first one in every call."""
+
+    def set_up(self) -> None:
+        self.teacher = nn.Linear(16, 3).requires_grad_(False)
+        self.student = nn.Linear(16, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        x = batch[0].flatten(1)
+        return F.mse_loss(self.student(x), self.teacher(x)) + F.cross_entropy(self(batch[0]), batch[1])
+
+
+class CopyAsTeacher(Net):
+    """An average of the weights that begins with them, so that the first average changes nothing."""
+
+    def set_up(self) -> None:
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data = 0.5 * slow.data + 0.5 * fast.data
+        logits = self(batch[0])
+        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.teacher(batch[0]))
+
+
+class AveragedBetweenSteps(CopyAsTeacher):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Net.training_step(self, batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        CopyAsTeacher.training_step(self, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), 0)
+
+
+TEACHERS = [Teacher, CopyAsTeacher, AveragedBetweenSteps]
 MEANS = [Net, Contrastive, NearZero, Penalised, Variances, GradientPenalty, MixedUp, Opaque]
 
 
 @pytest.mark.parametrize(
     ("kind", "pieces", "exact"),
-    [*((kind, 8, exact) for kind in MEANS for exact in (False, True)), (Net, 1, True), (Contrastive, 1, True)],
-)
-def test_a_mean_passes_and_nothing_is_left_of_the_trial(tmp_path: Path, kind: Any, pieces: int, exact: bool) -> None:
-    checked, unchecked = kind(), kind()
-    fit(tmp_path, checked, pieces=pieces, exact=exact)
-    fit(tmp_path, unchecked, pieces=pieces, exact=exact, check=False)
-    same_state(checked, unchecked)
-
-
-def same_state(one: Net, other: Net) -> None:
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    assert one.calls == other.calls
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
     [
-        ([1.0, 1.0, 1.0], False),
-        ([1.0, 1.1, 1.2], False),
-        ([8.0, 9.0, 10.0], False),  # an eighth more, which may be noise
-        ([1.0, 2.0, 1.5], False),
-        ([0.0, 0.0, 1.0], False),
-        ([1.0, 1.2, 1.4], True),
-        ([-1.0, -2.0, -4.0], True),
-        ([3.0, 6.0, 12.0], True),
+        *((kind, 8, exact) for kind in MEANS for exact in (False, True)),
+        *((kind, 1, True) for kind in (Net, Contrastive, *TEACHERS)),
+        *((kind, 4, True) for kind in TEACHERS),
     ],
 )
-def test_only_losses_that_grow_need_more_passes(losses: list[float], expected: bool) -> None:
-    assert may_grow(losses) is expected
+def test_a_mean_passes_and_nothing_is_left_of_the_trial(
+    tmp_path: Path, kind: Any, pieces: int, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    same_state(*both(tmp_path, kind, pieces=pieces, exact=exact))
+    assert "parameter" not in caplog.text
 
 
 def test_noise_is_no_sum() -> None:
@@ -253,22 +289,6 @@ class FlipsSometimes(Net):
 class DrawsInPreparation(Net):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch[0] * random.random(), batch[1]
-
-
-class Teacher(Net):
-    """It moves a second network towards the first one in every call."""
-
-    def set_up(self) -> None:
-        self.teacher = nn.Linear(16, 3).requires_grad_(False)
-        self.student = nn.Linear(16, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.calls += 1
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-        x = batch[0].flatten(1)
-        return F.mse_loss(self.student(x), self.teacher(x)) + F.cross_entropy(self(batch[0]), batch[1])
 
 
 class Remembers(Net):
@@ -308,14 +328,7 @@ def test_what_changes_between_two_calls_is_refused_with_exact(tmp_path: Path, ki
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_without_exact_it_trains_as_without_the_trial(tmp_path: Path, kind: Any) -> None:
-    states = []
-    for check in (True, False):
-        random.seed(1)
-        np.random.seed(1)  # noqa: NPY002
-        module = kind()
-        fit(tmp_path, module, check=check)
-        states.append(module)
-    same_state(*states)
+    same_state(*both(tmp_path, kind))
 
 
 class FlipsRarely(Net):
@@ -333,19 +346,6 @@ def test_random_numbers_that_change_no_loss_yet_are_named_with_exact(
     assert "No loss has changed by them in 8 calls" in caplog.text
 
 
-class CopyAsTeacher(Net):
-    """An average of the weights that begins with them, so that the first average changes nothing."""
-
-    def set_up(self) -> None:
-        self.teacher = deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            slow.data = 0.5 * slow.data + 0.5 * fast.data
-        logits = self(batch[0])
-        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.teacher(batch[0]))
-
-
 class FirstScale(Net):
     """It sets a parameter by the samples of its first call."""
 
@@ -357,14 +357,6 @@ class FirstScale(Net):
             self.scale.data.copy_(x.abs().mean())
             self.is_set = True
         return self.net(x / self.scale)
-
-
-class AveragedBetweenSteps(CopyAsTeacher):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return Net.training_step(self, batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        CopyAsTeacher.training_step(self, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), 0)
 
 
 class Normalised(Net):
@@ -388,24 +380,10 @@ def test_trained_parameters_that_the_step_changes_are_refused_with_exact(
         caplog.clear()
         fit(tmp_path, kind(), pieces=1)
         assert "changes parameters" not in caplog.text, "a single pass computes the step, on any layout"
-        modules = [kind(), kind()]
-        for module, check in zip(modules, (True, False), strict=True):
-            fit(tmp_path, module, pieces=4, check=check)
+        modules = both(tmp_path, kind, pieces=4)
         assert re.search(message, caplog.text)
         if kind is Normalised:  # an attribute of the other one decides what it does
             same_state(*modules)
-
-
-@pytest.mark.parametrize("kind", [Teacher, CopyAsTeacher, AveragedBetweenSteps])
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_a_teacher_passes_and_nothing_is_left_of_the_trial(
-    tmp_path: Path, kind: Any, pieces: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    modules = [kind(), kind()]
-    for module, check in zip(modules, (True, False), strict=True):
-        fit(tmp_path, module, pieces=pieces, exact=True, check=check)
-    same_state(*modules)
-    assert "parameter" not in caplog.text
 
 
 # --- buffers of integers ---
@@ -485,11 +463,8 @@ class Traces(Net):
 
 
 def test_logged_values_metrics_and_attributes_are_those_of_the_steps(tmp_path: Path) -> None:
-    checked, unchecked = Traces(), Traces()
-    values = [
-        fit(tmp_path, module, check=check).callback_metrics for module, check in ((checked, True), (unchecked, False))
-    ]
-    assert values[0] == values[1]
+    checked, unchecked = both(tmp_path, Traces)
+    assert checked.trainer.callback_metrics == unchecked.trainer.callback_metrics
     assert checked.losses == unchecked.losses
     assert len(checked.losses) == 4
 
@@ -522,9 +497,7 @@ class WithObjects(Net):
 
 def test_objects_of_a_users_class_are_those_of_the_steps(tmp_path: Path) -> None:
     for exact in (True, False):
-        checked, unchecked = WithObjects(), WithObjects()
-        for module, check in ((checked, True), (unchecked, False)):
-            fit(tmp_path, module, exact=exact, check=check)
+        checked, unchecked = both(tmp_path, WithObjects, exact=exact)
         for one, other in ((checked.mean, unchecked.mean), (checked.means["loss"], unchecked.means["loss"])):
             assert one.count == 4
             assert vars(one) == vars(other)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import composed
+from small_data import refusal_of
 from trainer.small import SAMPLES, Net, loader, trainer
 
 import lockstep
@@ -24,9 +25,8 @@ from lockstep.trainer.run import Run
 
 
 def refusal(function: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        function(*args, **options)
-    return str(refused.value).replace("True", "true").replace("None", "null").replace("debug.trainer.", "")
+    line = refusal_of(function, *args, **options)
+    return line.replace("True", "true").replace("None", "null").replace("debug.trainer.", "")
 
 
 def test_one_class_derives_from_the_step_trainer_and_a_config_makes_it(tmp_path: Path) -> None:

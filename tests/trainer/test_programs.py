@@ -19,6 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
+from small_data import refusal_of
 from torch.utils.data import DataLoader
 from trainer.small import BATCH, QUIET, Data, Net, fit, loader, samples, trainer
 
@@ -93,9 +94,7 @@ class OfLightning1(Net):
     ],
 )
 def test_what_is_of_another_lightning_is_named(tmp_path: Path, module: Any, data: Any, line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        trainer(tmp_path).fit(module(), data())
-    assert line in str(refused.value)
+    assert line in refusal_of(trainer(tmp_path).fit, module(), data())
 
 
 @pytest.mark.parametrize("name", ["training_step", "configure_optimizers"])
