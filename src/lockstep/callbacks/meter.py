@@ -3,7 +3,6 @@
 import resource
 import sys
 import time
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.step.memory import peak_memory
 from lockstep.step.outputs import numbers_of
 
 GIB = float(1 << 30)
+Sums = dict[str, tuple[ExactTotal, Fraction]]  # by name: the sum of value x samples, and that of the samples
 WARMUP = 10  # optimizer steps that `samples_per_second` leaves out, see `Speed`
 
 
@@ -109,14 +109,14 @@ class Meter(Callback):
         self._waited = 0.0  # seconds of waiting for batches since then
         self._fetches_before: list[int] = []  # see `_fetches`
         self._speed = Speed()
-        self._names: list[str] = []  # names of the values that training steps return
-        self._returned: list[tuple[dict[str, Tensor], int]] = []  # values and samples of steps not summed yet
-        self._since: dict[str, Tensor] = {}  # by name: sum and weight over all ranks since the previous measurement
-        # the same since the epoch began, without rounding, so that layouts have the same bits, and what of it is still
-        # to be added: for each step the values of this rank's pieces, and the samples of each
-        self._epoch: dict[str, tuple[ExactTotal, Fraction]] = {}
+        self._returned: list[str] = []  # names of the numbers that the last step of this rank returned
+        self._names: list[str] = []  # of those of the first step that was measured, the same on all ranks
+        # For each step that is not summed yet the values of this rank's pieces, and the samples of each. Sums have no
+        # rounding, so that layouts have the same bits.
         self._pieces: list[tuple[list[dict[str, Tensor]], list[int]]] = []
-        self._local: dict[str, tuple[ExactTotal, Fraction]] = {}  # this rank's part that `_epoch` lacks
+        self._since: Sums = {}  # of this rank, since the previous measurement
+        self._local: Sums = {}  # of this rank, what `_epoch` lacks
+        self._epoch: Sums = {}  # of all ranks, since the epoch began
         self._epoch_number = -1
 
     @property
@@ -150,11 +150,9 @@ class Meter(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples_seen += batch.samples
-        outputs = numbers_of(outputs)
-        if batch.num_local_samples and batch.skipped:  # its values do not count, and may be nan
-            self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
-        elif batch.num_local_samples:
-            self._returned.append((outputs, batch.num_local_samples))
+        if batch.num_local_samples:
+            self._returned = [*numbers_of(outputs)]
+        if batch.num_local_samples and not batch.skipped:  # of a skipped step, values do not count, and may be nan
             self._pieces.append((batch.returned, [micro_batch.size for micro_batch in batch.micro_batches]))
         self.just_measured = self.due(trainer, trainer.global_step)
         if self.just_measured:
@@ -195,32 +193,13 @@ class Meter(Callback):
 
     # --- measuring ---
 
-    def _collect(self, trainer: Any, module: LightningModule, mine: Sequence[float] = ()) -> Tensor:
-        """Sum over all ranks what their steps have returned. Every rank must call it.
-
-        Args:
-            mine: further numbers of this rank, for the same all-gather.
-
-        Returns:
-            These numbers of all ranks, [ranks, len(mine)].
-        """
-        if not self._names:
-            return torch.empty(0)
-        sums = _weighted_sums(self._returned, self._names, module.device)
-        self._returned = []
-        row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
-        rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        staged = trainer.strategy.weights == "staged"  # then all have the same values
-        counted_rows = rows[:1] if staged else rows
-        total = counted_rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
-        for name, new in zip(self._names, total, strict=True):
-            self._since[name] = self._since[name] + new if name in self._since else new
-        self._add_pieces()
-        return rows[:, sums.numel() :]
-
     def _add_pieces(self) -> None:
-        """Add the values of the pieces of this rank's last steps to its part of the epoch's sums."""
+        """Add the values of the pieces of this rank's last steps to its sums.
+
+        At each step, it would take half a per cent of a small network's time.
+        """
         steps, self._pieces = self._pieces, []
+        new: Sums = {}
         for name in dict.fromkeys(name for returned, _ in steps for numbers in returned for name in numbers):
             pairs = [
                 (numbers[name], samples, numbers.get("weight") if name == "loss" else None)
@@ -232,9 +211,11 @@ class Meter(Callback):
             counts: list[float] = [samples for _, samples, _ in pairs]
             if weights := [weight for *_, weight in pairs if weight is not None]:  # each loss has one, or none has
                 counts = [weight * samples for weight, samples in zip(on_host(weights), counts, strict=True)]
-            total, count = self._local.setdefault(name, (ExactTotal(), Fraction()))
+            total = ExactTotal()
             total.add(products(counts, values))
-            self._local[name] = total, count + sum(map(Fraction, counts))
+            new[name] = total, sum(map(Fraction, counts), Fraction())
+        _add(self._since, new)
+        _add(self._local, new)
 
     def _collect_epoch(self, trainer: Any) -> None:
         """Sum over all ranks what the steps of the epoch have returned. Every rank must call it."""
@@ -242,11 +223,8 @@ class Meter(Callback):
         local, self._local = self._local, {}
         ranks = gather_objects(local)
         staged = trainer.strategy.weights == "staged"  # then all have the same values
-        for by_name in ranks[:1] if staged else ranks:
-            for name, (total, samples) in by_name.items():
-                whole, count = self._epoch.get(name, (ExactTotal(), Fraction()))
-                whole.merge(total)
-                self._epoch[name] = whole, count + samples
+        for of_rank in ranks[:1] if staged else ranks:
+            _add(self._epoch, of_rank)
 
     def _fetched(self, trainer: Trainer) -> list[int]:
         """Return what `_fetches` returns, since the previous measurement."""
@@ -254,21 +232,32 @@ class Meter(Callback):
         before, self._fetches_before = self._fetches_before or [0] * len(now), now
         return [number - earlier for number, earlier in zip(now, before, strict=True)]
 
-    def _measure(self, trainer: Trainer, module: LightningModule) -> None:
+    def _measure(self, trainer: Any, module: LightningModule) -> None:
         """Update `latest`. Every rank must call it."""
         clock, samples, steps_before = self._before
         steps = self._speed.steps + 1  # `Speed` counts the current step after the measurement
         new_steps = steps - steps_before
         if not self._names:  # it is the first step; a rank without samples has no names
-            names_by_rank = gather_objects([name for numbers, _ in self._returned for name in numbers])
-            self._names = next(filter(None, names_by_rank), [])
+            self._names = next(filter(None, gather_objects(self._returned)), [])
         fetched = self._fetched(trainer)
-        mine = [self._waited / new_steps, peak_gib(module.device), *fetched]
-        waits, memory, *of_shards = self._collect(trainer, module, mine).T.tolist()
+        self._add_pieces()
+        nothing = ExactTotal(), Fraction()
+        sums = [self._since.get(name, nothing) for name in self._names]
+        mine = [number for total, count in sums for number in (total.over(1), float(count))]
+        mine += [self._waited / new_steps, peak_gib(module.device), *fetched]
+        row = torch.tensor(mine, dtype=torch.float64, device=module.device)
+        rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
+        staged = trainer.strategy.weights == "staged"  # then all have the same values
+        counted = rows[: 1 if staged else None, : 2 * len(sums)].sum(dim=0).reshape(-1, 2).tolist()
+        waits, memory, *of_shards = rows[:, 2 * len(sums) :].T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # the all-gather has waited for the device
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
-            **{tag: float(mean) for tag, mean in _means(self._since).items()},
+            **{
+                f"train/{name}": total / count
+                for name, (total, count) in zip(self._names, counted, strict=True)
+                if count
+            },
             "workers/samples_per_second": (self.samples_seen - samples) / elapsed,
             "workers/step_seconds": elapsed / new_steps,
             "workers/data_wait": max(waits),
@@ -290,28 +279,12 @@ def _fetches(trainer: Trainer) -> list[int]:
     return [] if counts is None else [counts["bytes"], counts["hits"], counts["waits"]]
 
 
-def _weighted_sums(returned: list[tuple[dict[str, Tensor], int]], names: list[str], device: torch.device) -> Tensor:
-    """Return for each name the sum of value x samples, and the sum of samples, over steps; float64 [names, 2].
-
-    The samples of a loss count by the weight beside it, if there is one.
-
-    The sums are made here, not at each step, where they would take half a per cent of a small network's time.
-    """
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    for row, name in zip(sums, names, strict=True):
-        pairs = [(numbers[name], samples) for numbers, samples in returned if name in numbers]
-        if pairs:
-            values = torch.stack([value for value, _ in pairs]).to(sums)
-            samples = sums.new_tensor([samples for _, samples in pairs])
-            if name == "loss" and any("weight" in numbers for numbers, _ in returned):
-                samples = samples * torch.stack([numbers["weight"] for numbers, _ in returned]).to(sums)
-            row.copy_(torch.stack([values @ samples, samples.sum()]))
-    return sums
-
-
-def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the means by tag, float64 and 0-dim."""
-    return {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
+def _add(sums: Sums, more: Sums) -> None:
+    """Add sums to others."""
+    for name, (total, samples) in more.items():
+        whole, count = sums.get(name, (ExactTotal(), Fraction()))
+        whole.merge(total)
+        sums[name] = whole, count + samples
 
 
 def find_meter(trainer: Any) -> Meter | None:
