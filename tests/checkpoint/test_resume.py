@@ -1,6 +1,7 @@
 """How `resume=` is expanded: which folder and checkpoint it means, and what of the run's own command it repeats."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,31 @@ def test_a_run_may_end_where_it_was_saved_and_not_before(
     message = f"{limit} ends the run after step 8, but last.ckpt was saved after step 9: give a larger limit"
     with pytest.raises(UserError, match=f"^{message}$"):
         check(9)
+
+
+FOLDER = "lockstep.vision.data.image_folder"
+
+
+@pytest.mark.parametrize(
+    ("before", "classes", "message"),
+    [
+        ({"_target_": "mine.data", "name": "mine"}, "ab", "data=photos, but last.ckpt was trained on data=mine: give"),
+        ({"_target_": "mine.data"}, "ab", "data=photos, but last.ckpt was trained on data=mine.data: give the same"),
+        (
+            {"_target_": FOLDER},
+            "ba",
+            "in another order, b, a, and not a, b: '+data.known_classes=[b,a]' keeps it; init",
+        ),
+        ({"_target_": FOLDER, "size": 3}, "ab", "data.size=null, but last.ckpt was trained with 3: give data.size=3"),
+        ({"_target_": FOLDER}, "ac", "last.ckpt was trained on other classes: give the same data; init_from="),
+    ],
+)
+def test_a_checkpoint_of_other_data_is_refused(before: dict[str, Any], classes: str, message: str) -> None:
+    config: Any = SimpleNamespace(data={"_target_": FOLDER, "name": "photos"})
+    splits: Any = SimpleNamespace(spec=SimpleNamespace(classes=["a", "b"]), fingerprint="now")
+    record = {"config": {"data": before}, "spec": {"classes": [*classes]}, "trainer": {"fingerprint": "before"}}
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_checkpoint_fits("last.ckpt", {"lockstep": record}, None, config, splits, {}, 8)
 
 
 @pytest.mark.usefixtures("whole_run")
