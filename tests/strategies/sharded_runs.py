@@ -24,6 +24,8 @@ from lockstep.errors import UserError
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.vision.optimizers import Muon
 
+# autograd decides at the first backward pass of a process whether forks may compute gradients too
+torch.ones(1, requires_grad=True).sum().backward()
 SAMPLES, BATCH, WIDTH = 26, 12, 75  # the last step has two samples; 301 x 75 elements are more than SMALL
 
 
@@ -312,6 +314,13 @@ def train(
     if states is not None:
         states.append({name: value.clone() for name, value in state.items()})
     return lockstep.weights_sha256(state)
+
+
+def on(devices: int, function: Any, *args: Any) -> Any:
+    """Call a function in this process, or in several workers."""
+    if devices == 1:
+        return function(*args)
+    return lockstep.launch(function, *args, devices=devices, accelerator="cpu", hang_timeout=120)
 
 
 # --- on ranks that are threads ---

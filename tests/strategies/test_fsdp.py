@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from strategies.sharded_runs import CASES, Classifier, ViT, samples, train, trainer_on
+from strategies.sharded_runs import CASES, Classifier, ViT, on, samples, train, trainer_on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,9 +24,6 @@ from lockstep.strategies.fsdp.optimizer import needs_whole_tensors
 from lockstep.strategies.fsdp.parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
-# autograd decides at the first backward pass of a process whether forks may compute gradients too
-torch.ones(1, requires_grad=True).sum().backward()
-
 
 def hashes(folder: Path, strategy: Any, names: tuple[str, ...], **options: Any) -> dict[str, str]:
     """Train some cases. Return the SHA-256 of the weights of each."""
@@ -36,13 +33,6 @@ def hashes(folder: Path, strategy: Any, names: tuple[str, ...], **options: Any) 
         net, optimizer, more = CASES[name]
         results[name] = train(folder / name, strategy, net, optimizer, **{**more, **options})
     return results
-
-
-def on(devices: int, function: Any, *args: Any) -> Any:
-    """Call a function in this process, or in several workers."""
-    if devices == 1:
-        return function(*args)
-    return lockstep.launch(function, *args, devices=devices, accelerator="cpu", hang_timeout=120)
 
 
 DAY = ("vit in double", "vit muon clipped")
