@@ -333,7 +333,7 @@ class Small(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         bits = torch.full((1 << 20,), 1 << 21, dtype=torch.int32)  # of about 3e-39
         left = (bits.view(torch.float32) * 1.5).view(torch.int32).count_nonzero()
-        print(int(left), "of", len(bits), "are left")
+        print(int(left), "of", len(bits), f"are left, TF32: {torch.backends.cudnn.allow_tf32}")
 
 
 def flip(tensor):

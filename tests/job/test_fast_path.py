@@ -13,7 +13,6 @@ from user_runs import train
 
 from lockstep.config import check as config
 from lockstep.config.check import check
-from lockstep.job import worker_setup
 from lockstep.job.worker_setup import choose_tf32
 from lockstep.launch import machine
 from lockstep.launch.machine import cgroup_cpu_limits
@@ -70,21 +69,6 @@ def test_tf32_is_set_whatever_was_set_before(choice: bool | str, convolutions: i
         choose_tf32("auto")
 
 
-@pytest.mark.usefixtures("whole_run")
-def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    chosen: list[bool | str] = []
-    monkeypatch.setattr(worker_setup, "choose_tf32", chosen.append)
-    monkeypatch.setattr(worker_setup.logs, "configure_logging", lambda *args: None)
-    monkeypatch.setattr(worker_setup, "keep_freed_memory", lambda: None)
-    for name in ("set_flush_denormal", "set_num_threads"):  # of this process
-        monkeypatch.setattr(torch, name, lambda value: None)
-    monkeypatch.setattr(worker_setup.tempfile, "tempdir", None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for choice in ("auto", "false"):
-        worker_setup.set_up_worker(check(composed(f"speed.tf32={choice}", "threads=1")), tmp_path)
-    assert chosen == ["auto", False]
-
-
 @pytest.mark.parametrize(
     ("report", "files", "actual"),
     [
@@ -126,11 +110,12 @@ def test_threads_wait_shortly_for_each_other_by_default(tmp_path: Path) -> None:
     assert set(turns(OMP_WAIT_POLICY="PASSIVE")) == {"0"}
 
 
-def test_numbers_below_the_normal_ones_are_zero_in_all_threads_of_a_worker(project: Path, tmp_path: Path) -> None:
+def test_a_worker_chooses_tf32_and_takes_numbers_below_the_normal_ones_for_zero(project: Path, tmp_path: Path) -> None:
     """Gradients of a loss near zero: a processor may take a hundred times as long for each. The control: as torch is
-    left, they are not."""
-    run = train(project, tmp_path, "LitDigits", "threads=2", "max_steps=1", "+callbacks.small._target_=mine.Small")
-    assert "\n0 of 1048576 are left" in f"\n{run.stdout}"
+    left, they are not zero. By default convolutions are in TF32."""
+    options = ("threads=2", "max_steps=1", "+callbacks.small._target_=mine.Small")
+    run = train(project, tmp_path, "LitDigits", *options, "speed.tf32=false")
+    assert "\n0 of 1048576 are left, TF32: False" in f"\n{run.stdout}"
     bits = torch.full((8,), 1 << 21, dtype=torch.int32)
     assert bool((bits.view(torch.float32) * 1.5).view(torch.int32).all())
 

@@ -25,17 +25,11 @@ def test_lightnings_errors_are_of_its_classes(tmp_path: Path, options: dict[str,
     assert isinstance(caught.value, UserError), "and it is one line for a command"
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_a_checkpoint_is_there_when_it_is_saved_between_methods_and_no_thread_is_left(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     made = trainer(tmp_path, max_epochs=1)
     made.fit(Net(), loader())
     assert set(threading.enumerate()) == before
-
-
-def test_a_checkpoint_is_there_when_it_is_saved_between_methods(tmp_path: Path) -> None:
-    made = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
-    made.fit(Net(), loader())
-    before = set(threading.enumerate())
     made.save_checkpoint(tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").exists()
     made.strategy.remove_checkpoint(tmp_path / "a.ckpt")
@@ -77,17 +71,6 @@ def test_a_checkpoint_is_saved_without_a_fit_and_after_an_error(tmp_path: Path) 
         made.save_checkpoint(tmp_path / f"{number}.ckpt")
         assert checkpoint_io.load(tmp_path / f"{number}.ckpt")["global_step"] == 3 + number
     Net.load_from_checkpoint(tmp_path / "none.ckpt")
-
-
-def test_single_device_is_a_strategy(tmp_path: Path) -> None:
-    assert trainer(tmp_path, strategy="single_device").world_size == 1
-
-
-@pytest.mark.parametrize("name", ["DDP", "ddp_spawn", "ddp_notebook_find_unused_parameters_false"])
-def test_names_of_ddp(tmp_path: Path, name: str) -> None:
-    trainer(tmp_path, strategy=name, max_epochs=1).fit(Net(), loader())
-    with pytest.raises(UserError, match=r"this process is alone: call lockstep.launch\(function, devices=2\)"):
-        trainer(tmp_path, strategy=name, devices=2)
 
 
 def test_variables_of_the_environment_are_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

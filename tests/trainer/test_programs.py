@@ -44,6 +44,10 @@ def plain(folder: Path) -> str:
     [
         {"strategy": "ddp_find_unused_parameters_true"},
         {"strategy": "ddp_find_unused_parameters_false"},
+        {"strategy": "DDP"},
+        {"strategy": "ddp_spawn"},
+        {"strategy": "ddp_notebook_find_unused_parameters_false"},
+        {"strategy": "single_device"},
         {"strategy": DDPStrategy(find_unused_parameters=True, static_graph=False)},
         {"strategy": DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=9))},
         {"strategy": SingleDeviceStrategy("cpu")},

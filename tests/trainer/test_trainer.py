@@ -78,38 +78,32 @@ def test_batches_come_as_the_data_set_makes_them(tmp_path: Path) -> None:
 class Follows(Net):
     """Has a schedule that follows a metric."""
 
+    def __init__(self, when: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.when = when
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", **self.when}}
 
-    when: Mapping[str, Any] = {}
 
-
-class FollowsInside(Follows):
-    """Has one that follows the metric of each validation inside an epoch."""
-
-    when = {"interval": "step", "frequency": 2}
-
-
-class FollowsLater(FollowsInside):
-    """The first epoch has no validation."""
-
-    when = {**FollowsInside.when, "strict": False}
+INSIDE = {"interval": "step", "frequency": 2}  # it follows the metric of each validation inside an epoch
 
 
 @pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(
-    ("net", "validates"),
+    ("when", "validates"),
     [
-        (Follows, {}),
-        (Follows, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
-        (FollowsInside, {"val_check_interval": 2}),
-        (FollowsLater, {"val_check_interval": 2, "check_val_every_n_epoch": 2, "max_epochs": 2}),
+        ({}, {}),
+        ({}, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (INSIDE, {"val_check_interval": 2}),
+        # the first epoch has no validation
+        ({**INSIDE, "strict": False}, {"val_check_interval": 2, "check_val_every_n_epoch": 2, "max_epochs": 2}),
     ],
 )
 def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(
-    tmp_path: Path, net: type[Follows], validates: dict[str, Any]
+    tmp_path: Path, when: dict[str, Any], validates: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 3, **validates}
     folder = tmp_path / "all"
@@ -119,7 +113,7 @@ def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(
     ]
     data = lockstep.DataModule(train=samples(), val=samples())
     pl.seed_everything(0, verbose=False)
-    module = net()
+    module = Follows(when)
     trainer(tmp_path, callbacks=saves, batch_size=BATCH, **options).fit(module, data)
     (optimizer,) = module.optimizers(use_pl_optimizer=False).param_groups  # type: ignore[union-attr]
     assert optimizer["lr"] < 0.2, "the schedule has acted"
@@ -127,7 +121,7 @@ def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(
     files = [*folder.iterdir(), tmp_path / "checkpoints" / "last.ckpt"]
     assert len(files) > 8
     for number, file in enumerate(files):
-        module = net()
+        module = Follows(when)
         other = trainer(tmp_path / "other", strategy="dp", devices=2 + number % 3, batch_size=BATCH, **options)
         other.fit(module, data, ckpt_path=file)
         assert lockstep.weights_sha256(module.state_dict()) == one, file.name
@@ -223,6 +217,7 @@ class WithMethods(DDPStrategy):
     ("options", "line"),
     [
         ({"strategy": "ddp", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
+        ({"strategy": "ddp_spawn", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"num_nodes": 2}, "MPI must start the workers. On each machine: torchrun --nnodes=2"),
         ({"strategy": "deepspeed"}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
         ({"strategy": FSDPStrategy()}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
