@@ -194,7 +194,7 @@ def test_overfitting_keeps_the_first_batch_of_weighted_samples() -> None:
         (np.r_[np.ones(99), -1], "data: sample_weights: sample 99 has -1: must be finite, and 0 or more"),
         (np.r_[np.nan, np.ones(99)], "data: sample_weights: sample 0 has nan: must be finite, and 0 or more"),
         (np.full(100, np.inf), "data: sample_weights: sample 0 has inf: must be finite, and 0 or more"),
-        (np.zeros(100), "data: sample_weights: all training samples have the weight 0: some must have more"),
+        (np.zeros(100), "data: sample_weights: all samples have the weight 0: some must have more"),
     ],
 )
 def test_weights_that_are_refused(weights: Any, message: str) -> None:

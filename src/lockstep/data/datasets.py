@@ -305,6 +305,8 @@ def checked_weights(values: Any, count: int, name: str) -> Weights:
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         raise UserError(f"data: {name}: sample {wrong[0]} has {weights[wrong[0]]:g}: must be finite, and 0 or more")
+    if not weights.any():
+        raise UserError(f"data: {name}: all samples have the weight 0: some must have more")
     return weights
 
 
@@ -329,8 +331,10 @@ def set_epoch_of(dataset: Any, epoch: int) -> None:
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
         return
-    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    for each in inner if isinstance(dataset, Subset | ConcatDataset) else ():
+    inner = (
+        getattr(dataset, "datasets", ()) if isinstance(dataset, ConcatDataset) else [getattr(dataset, "dataset", None)]
+    )
+    for each in inner if isinstance(dataset, Subset | ConcatDataset | Wrapper) else ():
         set_epoch_of(each, epoch)
 
 
@@ -374,7 +378,7 @@ def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids, generators: Ge
     if not is_random:
         items = dataset.__getitems__(ids) if has_getitems else [dataset[index] for index in ids.tolist()]
         if not isinstance(items, list):
-            return items
+            return _whole(dataset, items)
         if not collates:
             return _collated(dataset, items)
     generators = generators or Generators(dataset)
@@ -389,7 +393,7 @@ def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids, generators: Ge
             if not isinstance(samples, list):
                 # `__getitems__` returns whole batches, so this batch of one sample was a trial. Fetch all samples, with
                 # the generators as the trial has left them.
-                return dataset.__getitems__(ids)
+                return _whole(dataset, dataset.__getitems__(ids))
             items += samples
         if not collates:
             return _collated(dataset, items)
@@ -397,6 +401,11 @@ def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids, generators: Ge
         seed_all(key)
         generators.seed(key)
         return _collated(dataset, items)
+
+
+def _whole(dataset: Any, batch: Any) -> Any:
+    """Return a whole batch of `__getitems__`; a loader's own `collate_fn` gets it, as torch's loader passes it on."""
+    return dataset.collate_fn(batch) if isinstance(dataset, Wrapper) and hasattr(dataset, "collate_fn") else batch
 
 
 def _collated(dataset: Any, items: list[Any]) -> Any:

@@ -118,7 +118,7 @@ def numbers_of(owner: Any, inner: type, kinds: tuple[type, ...], above: str = ""
         kinds: the types of numbers, and of what has some.
         above: what comes before the names.
     """
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any] = {above + "content": owner} if isinstance(owner, list | tuple) else {}
     holders = (*type(owner).__mro__[::-1], owner)
     attributes = {name: value for holder in holders for name, value in getattr(holder, "__dict__", {}).items()}
     for name, value in attributes.items():
@@ -133,10 +133,21 @@ def numbers_of(owner: Any, inner: type, kinds: tuple[type, ...], above: str = ""
     return numbers
 
 
+def _is_plain(value: Any) -> bool:
+    """Check whether a value is a number, a text, or a container of such."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes)
+
+
 def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the first name of which two results of `numbers_of` have other numbers; empty if there is none."""
 
     def same(one: Any, other: Any) -> bool:
+        if _is_plain(one) and _is_plain(other):
+            return bool(one == other)
         try:
             return bool(np.array_equal(np.asarray(one), np.asarray(other)))
         except (TypeError, ValueError):  # they do not form arrays

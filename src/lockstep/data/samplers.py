@@ -11,7 +11,15 @@ import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lockstep.arithmetic.order import DataOrder, hash64, order_of_uses
 from lockstep.data.repeats import changed_number, numbers_of
@@ -19,7 +27,7 @@ from lockstep.data.seeding import seed_all
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
 
-WITH_NUMBERS = (Tensor, np.ndarray, list, tuple, int, float)
+WITH_NUMBERS = (Tensor, np.ndarray, list, tuple, dict, set, str, int, float)
 MOST_IDS = 1 << 28  # of an epoch, of a sampler that has no length
 
 
@@ -183,19 +191,35 @@ def check_same_order(loader: str, by_rank: list[Any]) -> None:
 
 
 class SamplerCheck(pl.Callback):
-    """Checks before each epoch that the samplers of all ranks give the same order, and that nothing changes them.
+    """Checks before each epoch that nothing has changed the order of the training samples or their number.
+
+    And that the samplers of all ranks give the same order.
 
     Args:
-        draws: the samples that the training sampler gives.
+        train: the `Split` of the training set.
     """
 
-    def __init__(self, draws: Draws) -> None:
-        self.draws = draws
+    def __init__(self, train: Any) -> None:
+        self.train = train
+        self._samples = None if train.stream else len(train.dataset)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        epoch = trainer.current_epoch
-        self.draws.check_unchanged(epoch)
-        check_same_order("the train_dataloader", gather_objects(self.draws.digest(epoch)))
+        train, epoch = self.train, trainer.current_epoch
+        if self._samples not in (None, len(train.dataset)):
+            raise UserError(
+                f"the training set has {len(train.dataset)} samples, and had {self._samples} when fit was called: its "
+                "steps are counted on, so call fit with a new lockstep.Trainer"
+            )
+        sampler = getattr(train.loader, "sampler", None)
+        weights = sampler.weights if isinstance(sampler, WeightedRandomSampler) else train.weights
+        if train.weights is not None and not np.array_equal(np.asarray(weights, np.float64), train.weights):
+            raise UserError(
+                "the weights of the WeightedRandomSampler were changed during training: a run that is resumed could "
+                "not draw the same order again: give a sampler whose order follows from set_epoch(epoch)"
+            )
+        if train.draws is not None:
+            train.draws.check_unchanged(epoch)
+            check_same_order("the train_dataloader", gather_objects(train.draws.digest(epoch)))
 
 
 def draws_itself(loader: DataLoader[Any]) -> bool:

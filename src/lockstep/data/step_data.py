@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -100,6 +100,15 @@ class StepData(pl.LightningDataModule):
         self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
         if isinstance(self.owner, pl.LightningDataModule):
             take_identity(self, self.owner)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; one that is not ours, as a hook does by `trainer.datamodule.level = 1`, is the user's."""
+        ours = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if ours or "_is_made" not in self.__dict__ or not isinstance(self.owner, pl.LightningDataModule):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.owner, name, value)
 
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("owner")
@@ -173,7 +182,9 @@ class StepData(pl.LightningDataModule):
         part = READ_BY[name]
         if part == "train":
             sampler = StepSampler(self.order, partial(getattr, self.trainer, "global_step"))
-            return self._loader(self._steps(), sampler, part, keep_workers=True)
+            loader = self._split(part).loader
+            keeps = loader is None or loader.persistent_workers  # else hooks between epochs may change the data set
+            return self._loader(self._steps(), sampler, part, keep_workers=keeps)
         if part == "val" and self.splits.val is None:
             return []
         min_batches = 0 if name == "predict_dataloader" else 1
@@ -351,15 +362,17 @@ class StepData(pl.LightningDataModule):
     def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
         """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised.
 
-        Floating-point tensors are copied: a view of a larger tensor may begin at any address, and MKL and CUDA choose
-        some kernels by the alignment of their input. Another kernel may round differently.
+        Tensors are copied. A batch is prepared again for another pass and for hooks, and what `training_step` or a hook
+        has written into it must not come back. And a view of a larger tensor may begin at any address: MKL and CUDA
+        choose some kernels by the alignment of their input, and another kernel may round differently.
         """
         if not self._has_images:
             assert self.trainer is not None
-            return self.trainer.precision_plugin.convert_input(apply_to_collection(batch, Tensor, _copied))
+            return self.trainer.precision_plugin.convert_input(_copied(batch))
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
-            return batch  # a dict, for example: the module prepares it
+            return _copied(batch)  # a dict, for example: the module prepares it
         x, *rest = batch
+        rest = _copied(rest)
         if augmentation_numbers is not None:
             x = self.splits.augment(x, augmentation_numbers)
             if self.splits.spec.task == "segmentation":
@@ -403,8 +416,13 @@ class StepData(pl.LightningDataModule):
         self._call("load_state_dict", state_dict)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_floating_point() else tensor
+def _copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors, also of those that an object of a user's own class has."""
+    copied = apply_to_collection(batch, Tensor, Tensor.clone)
+    if copied is batch and not isinstance(batch, Mapping | Sequence) and hasattr(batch, "__dict__"):
+        copied = copy(batch)
+        vars(copied).update(apply_to_collection(dict(vars(batch)), Tensor, Tensor.clone))
+    return copied
 
 
 def place_on_device(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:

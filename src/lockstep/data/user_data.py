@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,6 +121,8 @@ def user_splits(
     splits = {}
     for part, method in LOADERS[stage].items():
         of_part = read.get(method, [])
+        if stage == "predict":  # as Lightning, which predicts each sample
+            of_part = [replace(each, drop_last=False) for each in of_part]
         if not of_part and (part != "val" or stage == "validate"):
             raise UserError(f"trainer.{stage}: there is no {method}: give its data set or loader")
         for number, split in enumerate(of_part):
@@ -165,6 +168,8 @@ def _bound_stream(each: Split, trainer: Any, name: str) -> None:
     """Note how many of the first samples of an IterableDataset can be needed at most: it may have no end."""
     assert each.stream is not None
     size, limit = each.batch_size or 1, getattr(trainer, f"limit_{name}_batches")
+    if name == "train":
+        size = trainer.batch_size or size
     if isinstance(limit, int):
         each.stream.bound = max(1, limit * size)
     elif name == "train" and trainer.max_steps >= 0:

@@ -65,10 +65,13 @@ def read_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[Spli
         UserError: one of them can't be used; see `read_loader`.
     """
     each_loader = _flattened(loaders)
-    if trains and (len(each_loader) > 1 or isinstance(loaders, Mapping)):
+    if trains and isinstance(loaders, Mapping | list | tuple) and each_loader:
+        right = "give the loader itself"
+        if len(each_loader) > 1:
+            right = "join the data sets, by torch's ConcatDataset or StackDataset"
         raise UserError(
             f"{where} returns a {type(loaders).__name__}: it must be one torch DataLoader, since a step is cut from "
-            "one order of samples: join the data sets, by torch's ConcatDataset or StackDataset"
+            f"one order of samples: {right}"
         )
     sets = []
     for number, loader in enumerate(each_loader):

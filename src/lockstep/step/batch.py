@@ -15,6 +15,8 @@ from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.errors import UserError
 
+Versions = list[tuple[Tensor, int]]
+
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
@@ -76,7 +78,7 @@ class StepBatch:
     skipped: bool = False
     returned: list[dict[str, Tensor]] = field(default_factory=list)
     put_together: Callable[[], Any] | None = field(default=None, repr=False)
-    _together: tuple[Any, list[int]] | None = field(default=None, repr=False)  # its result, the versions of its tensors
+    _together: tuple[Any, Versions] | None = field(default=None, repr=False)  # its result, and that of `_versions`
 
     @property
     def together(self) -> Any:
@@ -90,8 +92,13 @@ class StepBatch:
 
     @property
     def was_changed(self) -> bool:
-        """Whether a hook has changed a tensor of `together` in place."""
-        return self._together is not None and self._together[1] != _versions(self._together[0])
+        """Whether a hook has changed a tensor of `together`, in place or by another one in its place."""
+        if self._together is None:
+            return False
+        batch, before = self._together
+        now = _versions(batch)
+        same = [a is b and version == other for (a, version), (b, other) in zip(before, now, strict=False)]
+        return len(before) != len(now) or not all(same)
 
     def __iter__(self) -> Any:
         """Iterate `together`."""
@@ -142,10 +149,10 @@ class StepBatch:
         return replace(self, micro_batches=micro_batches)
 
 
-def _versions(batch: Any) -> list[int]:
-    """Return the numbers of in-place changes of a batch's tensors."""
-    versions: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: versions.append(tensor._version))  # inside containers, too
+def _versions(batch: Any) -> Versions:
+    """Return a batch's tensors, each with the number of its in-place changes."""
+    versions: Versions = []
+    apply_to_collection(batch, Tensor, lambda tensor: versions.append((tensor, tensor._version)))  # in containers, too
     return versions
 
 

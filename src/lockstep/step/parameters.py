@@ -37,18 +37,26 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def check_parameters(module: nn.Module, exact: bool, pieces: int) -> None:
+def check_parameters(module: nn.Module, optimized: Iterable[Tensor], exact: bool, pieces: int) -> None:
     """Check that the gradients of a module's parameters can be summed over pieces.
 
     Args:
+        optimized: those of the optimizer.
         exact: whether the sum must be exact.
         pieces: pieces of a step.
 
     Raises:
-        UserError: a parameter has a hook on its gradient, or numbers that an exact sum does not know.
+        UserError: a parameter has a hook on its gradient, or numbers that an exact sum does not know; or one of the
+            optimizer is none of the module.
     """
     if pieces == 1:  # its gradient is that of the step
         return
+    ours = {id(parameter) for parameter in module.parameters()}
+    if foreign := [parameter for parameter in optimized if parameter.requires_grad and id(parameter) not in ours]:
+        raise UserError(
+            f"the optimizer has a parameter of shape {list(foreign[0].shape)} that the module does not have, so the "
+            "gradients of its pieces would not be summed: keep it in an attribute of a layer, or in a nn.ParameterList"
+        )
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     refuse_gradient_hooks(named)
     if exact and (names := [name for name, parameter in named if parameter.is_complex()]):

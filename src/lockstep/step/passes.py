@@ -79,7 +79,10 @@ class StepPasses:
             UserError: see `check_parameters`.
         """
         pieces = data_of(self.trainer).layout.pieces
-        check_parameters(self.gradients.strategy.lightning_module, self.gradients.exact, pieces)
+        strategy = self.gradients.strategy
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        optimized = [p for group in groups for p in group["params"]] if strategy.weights == "whole" else []
+        check_parameters(strategy.lightning_module, optimized, self.gradients.exact, pieces)
         self._checks_gradients = True
 
     def new_step(self, step_batch: StepBatch) -> Step:

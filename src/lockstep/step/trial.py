@@ -60,7 +60,8 @@ def without_traces(module: nn.Module, trainer: Any = None) -> Iterator["SavedAtt
     Nor do they log.
     """
     device = trainer.strategy.root_device if trainer else torch.device("cpu")
-    attributes, quiet = SavedAttributes(module), trainer.without_logging() if trainer else ExitStack()
+    owner = getattr(getattr(trainer, "datamodule", None), "owner", None)  # whose hooks of a batch's transfer are called
+    attributes, quiet = SavedAttributes(module, owner), trainer.without_logging() if trainer else ExitStack()
     with generators_restored(device), _without_breakpoints(), quiet:
         try:
             yield attributes
@@ -93,22 +94,26 @@ class SavedAttributes:
     """The plain Python attributes and the buffers of a module's layers, with copies of their content.
 
     So are the plain attributes of objects of a user's own classes that a layer has, such as an average or a schedule.
-    Large ones of these objects, such as the images of a data set, are neither saved nor restored.
+    Large ones of these objects, such as the images of a data set, are neither saved nor restored. Modules in lists and
+    dicts of a layer, such as metrics, count as layers.
 
     Until `restore`, a `Peeked` stands in the place of an iterator that a layer or such an object has, also in a list or
     dict. Then it gives the values again that passes have taken.
 
     Args:
         module: the module.
+        others: other objects of a user's own classes, such as the data module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *others: Any) -> None:
         self._iterators = [(place, key, place[key]) for place, key in _iterator_places(module, Iterator)]
         for place, key, iterator in self._iterators:
             place[key] = Peeked(iterator)
-        self._buffers = copy_buffers(module)
-        self._layers = [(layer, _copied_all(_plain_attributes(layer))) for layer in module.modules()]
-        objects = _users_objects(value for layer in module.modules() for value in vars(layer).values())
+        kept = [module, *hidden_modules(module)]
+        self._buffers = [buffer for each in kept for buffer in copy_buffers(each)]
+        layers = [layer for each in kept for layer in each.modules()]
+        self._layers = [(layer, _copied_all(_plain_attributes(layer))) for layer in layers]
+        objects = _users_objects([*others, *(value for layer in layers for value in vars(layer).values())])
         self._objects = [(each, _copied_all(_small(each))) for each in objects]
 
     def changed(self) -> list[str]:
@@ -186,8 +191,29 @@ def _iterator_places(module: nn.Module, kind: Any) -> list[tuple[Any, Any]]:
     ]
 
 
+def hidden_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that layers have in lists, tuples and dicts, and that are no layers: metrics, or a teacher."""
+    hidden: list[nn.Module] = []
+    known = {id(each) for each in module.modules()}
+    waiting = [value for layer in module.modules() for value in vars(layer).values()]
+    seen: dict[int, Any] = {}
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, dict | list | tuple) or id(value) in seen or len(value) > LARGE:
+            continue
+        seen[id(value)] = value
+        for each in value.values() if isinstance(value, dict) else value:
+            if not isinstance(each, nn.Module):
+                waiting.append(each)
+            elif id(each) not in known:
+                hidden.append(each)
+                known |= {id(layer) for layer in each.modules()}
+                waiting += [value for layer in each.modules() for value in vars(layer).values()]
+    return hidden
+
+
 class SavedTensors:
-    """The buffers and parameters of a module, with copies of their content.
+    """The buffers and parameters of a module, with copies of their content; also those of `hidden_modules`.
 
     Args:
         module: the module.
@@ -197,7 +223,9 @@ class SavedTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = copy_buffers(module)
+        hidden = hidden_modules(module)
+        self._buffers = [buffer for each in (module, *hidden) for buffer in copy_buffers(each)]
+        self._hidden = [(p, p.detach().clone()) for each in hidden for p in each.parameters()]
         # One that another stage holds is an element, expanded to its shape: it has no content and can't be written.
         self.parameters = [(p, p.detach().clone()) for p in module.parameters() if not _is_expanded(p)]
         self._places = [
@@ -217,6 +245,8 @@ class SavedTensors:
             if place.get(name) is not parameter:
                 place[name] = parameter
         with torch.no_grad():
+            for parameter, content in self._hidden:
+                parameter.copy_(content)
             for parameter, content in self.parameters:
                 if parameters or not parameter.requires_grad:
                     parameter.copy_(content)

@@ -66,8 +66,7 @@ def device_options(layout: Layout) -> dict[str, Any]:
         "accelerator": layout.accelerator,
         "devices": 1 if one_gpu or layout.world_size == 1 else layout.devices,
         "num_nodes": layout.world_size if one_gpu else layout.num_nodes,
-        # False, not None: with None, torch would keep the setting of an earlier run in this process.
-        "deterministic": needs_deterministic_kernels(layout),
+        "deterministic": needs_deterministic_kernels(layout) or None,  # None: as the user has set torch
     }
 
 

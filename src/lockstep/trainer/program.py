@@ -224,10 +224,8 @@ class ProgramRun(Run):
         if path is not None:
             self._read(path, record, data, model)
         others = [each for each in trainer.callbacks if each not in self._of_fit]
-        self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), ParameterNameCheck(model)]
-        train = data.splits.split("train")
-        if train.draws is not None:
-            self._of_fit.append(SamplerCheck(train.draws))
+        train, state = data.splits.split("train"), ResumeState(record, {}, data.order.steps_per_epoch)
+        self._of_fit = [state, ParameterNameCheck(model), SamplerCheck(train)]
         trainer.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
         if data.splits.val is None:  # Lightning takes the method of our data module for a loader
