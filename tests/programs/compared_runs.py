@@ -2,11 +2,12 @@
 
 import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lockstep.errors import UserError
 from lockstep.programs import compare as program
 
 LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
@@ -14,10 +15,13 @@ LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 
 
 def compare(*words: Path | str) -> SimpleNamespace:
     """Run the program in this process."""
-    output, complained = io.StringIO(), io.StringIO()
-    with redirect_stdout(output), redirect_stderr(complained):
-        code = program.main([*map(str, words)])
-    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=complained.getvalue())
+    output, complained, code = io.StringIO(), "", 2
+    with redirect_stdout(output):
+        try:
+            code = program.main([*map(str, words)])
+        except UserError as error:
+            complained = f"error: {error}\n"
+    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=complained)
 
 
 def written(folder: Path, **summary: Any) -> Path:

@@ -349,6 +349,9 @@ def run_jobs(
 ) -> None:
     """Run jobs as slots become free.
 
+    A job is a fork, since `run` is Hydra's own and has its state, and a parent of workers itself: `call_in_forks` would
+    kill them with it, and a program of its own (`started`) would import everything again.
+
     Args:
         run: runs a job to its end; called in the job's own process.
         ended: called in this process when a job has ended, with the job's summary.

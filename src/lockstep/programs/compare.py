@@ -24,11 +24,9 @@ names another.
 Exit codes: 0 compared, 2 bad input.
 """
 
-import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +37,7 @@ from lockstep.commands.sweeps import chooses_samples
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
 from lockstep.files import write
+from lockstep.programs.common.parser import parser_of
 from lockstep.programs.common.showing import markdown
 from lockstep.programs.comparison import noise
 from lockstep.programs.comparison.facts import ABSENT
@@ -62,16 +61,16 @@ FORMATS = {"samples/s": ",.0f", "efficiency": ".0%", "GiB": ".2f", "seconds": ".
 
 
 def main(words: list[str]) -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("lockstep compare", description=__doc__, formatter_class=layout)
+    """Compare the runs. Return the exit code.
+
+    Raises:
+        UserError: there is nothing to compare.
+    """
+    parser = parser_of("compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
     parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
     arguments = parser.parse_args(words)
-    try:
-        compare(arguments.runs, arguments.to)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    compare(arguments.runs, arguments.to)
     return 0
 
 

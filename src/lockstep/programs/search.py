@@ -19,20 +19,20 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from lockstep.errors import UserError
+
 try:
     import optuna
     from sqlalchemy.pool import NullPool
 except ImportError:
-    print("error: Optuna is not installed: pip install optuna", file=sys.stderr)
-    sys.exit(2)
-
+    raise UserError("Optuna is not installed: pip install optuna") from None
 
 from lockstep import compose, exit_on_signal
 from lockstep.commands import cli, project_programs
@@ -40,9 +40,7 @@ from lockstep.commands.sweeps import Progress, Slot, SweepJob, best_of, chooses_
 from lockstep.config import value_checks
 from lockstep.config.pages import quote_path
 from lockstep.config.schema import Sweep
-from lockstep.errors import UserError
 from lockstep.job.run_folder import lock_folder
-from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.project import project, use_project_of
 from lockstep.report.summary import summary_of, write_conclusion
@@ -112,22 +110,22 @@ def run_trial(job: SweepJob, flags: list[str]) -> dict[str, Any]:
     return summaries[0]
 
 
-def main(arguments: list[str]) -> NoReturn:
-    """Run the search without Python's teardown at its end."""
+def main(arguments: list[str]) -> int:
+    """Run the search. Return its exit code.
+
+    Raises:
+        UserError: the arguments are bad, or no trial can be run.
+        Interrupted: a signal ended the search.
+    """
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        sys.exit(0)
+        return 0
     exit_on_signal.restore()
     use_project_of(project().root)
-    disable_garbage_collector()
     try:
-        code = search(arguments)
+        return search(arguments)
     except (UserError, HydraException) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        code = 2
-    except Interrupted as interrupted:
-        code = interrupted.code
-    exit_process(code)
+        raise UserError(" ".join(str(error).split())) from error
 
 
 def search(arguments: list[str]) -> int:

@@ -1,8 +1,7 @@
-"""Read the keys of yaml files with their comments, and compare the keys of configs."""
+"""Read the keys of yaml files with their comments."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 KEY = re.compile(r"^(?P<indent> *)(?P<dash>- )?(?P<key>[\w./]+):(?: (?P<value>.*?))?(?: *# (?P<comment>.*))?$")
 
@@ -20,15 +19,3 @@ def rows(text: str) -> Iterator[tuple[str, str, str]]:
         parents.append((indent, match["key"]))
         if match["key"] != "defaults":
             yield path, match["value"] or "", match["comment"] or ""
-
-
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted keys in which configs differ.
-
-    Where configs chose different files of a group, `optimizer.name` shows it. Keys that only one of
-    the files has are then left out.
-    """
-    keys = dict.fromkeys(key for config in configs for key in config)
-    differ = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
-    chosen = {key.rpartition(".")[0] for key in differ if key.endswith(".name")}
-    return [key for key in differ if key.partition(".")[0] not in chosen or all(key in config for config in configs)]

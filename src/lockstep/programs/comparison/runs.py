@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from lockstep.config.metrics import MODE_OF
 from lockstep.errors import UserError
-from lockstep.programs.common.keys import differing
 from lockstep.programs.comparison.facts import ABSENT, flat, read, recorded_config, show
 from lockstep.text import plural
 
@@ -269,8 +268,16 @@ def belongs_to_experiment(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of the experiment whose printed values differ between configs, without those of the layout."""
-    keys = differing([{key: show(value) for key, value in config.items()} for config in configs])
+    """Return the keys of the experiment whose printed values differ between configs, without those of the layout.
+
+    Where configs chose different files of a group, `optimizer.name` shows it. Keys that only one of the files has are
+    then left out.
+    """
+    printed = [{key: show(value) for key, value in config.items()} for config in configs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    keys = [key for key in keys if len({config.get(key) for config in printed}) > 1]
+    chosen = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
+    keys = [key for key in keys if key.partition(".")[0] not in chosen or all(key in config for config in configs)]
     keys = [key for key in keys if any(belongs_to_experiment(key, config) for config in configs if key in config)]
     return [key for key in keys if not IN_LAYOUT_COLUMNS.match(key) and not key.endswith("_target_")]
 

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from numpy.typing import NDArray
 from torch import Tensor
-from torchmetrics import Metric
 
 from lockstep.data.splits import Spec
 from lockstep.launch.process_group import gather_objects
@@ -49,7 +48,7 @@ class Pictures(Callback):
         self._hook: Any = None  # the forward hook during an evaluation
         self._last_pass: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
         self._must_gather: bool  # whether the counts of all processes must be added
-        self._counts: ClassCounts
+        self._counts: Tensor  # see `count_classes`
         self._mistakes: Mistakes
 
     def _start_counting(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -61,8 +60,8 @@ class Pictures(Callback):
         # Several replicas (processes that have a whole network each) count a part of the samples each. The parts of a
         # divided network count all samples each.
         self._must_gather = data.layout.replicas > 1
-        counts = ClassCounts(data.splits.spec.num_classes, sync_on_compute=self._must_gather)
-        self._counts = counts.to(pl_module.device)
+        shape = 2, data.splits.spec.num_classes + 1
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=pl_module.device)
         self._mistakes = Mistakes(data.splits.spec)
 
         def store_pass(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -77,9 +76,10 @@ class Pictures(Callback):
         x, y = batch
         # A rank without samples of the split evaluates one sample that does not count.
         is_counted = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
-        if is_counted and _is_classification_batch(x, logits, y, self._counts.classes):
-            valid = ((y >= 0) & (y < self._counts.classes)).all()  # stays on the device: the host would wait for it
-            self._counts.update(logits, y, valid)
+        classes = len(self._mistakes.classes)
+        if is_counted and _is_classification_batch(x, logits, y, classes):
+            valid = ((y >= 0) & (y < classes)).all()  # stays on the device: the host would wait for it
+            count_classes(self._counts, logits, y, valid)
             self._mistakes.add(x, logits, y, valid)
 
     def _remove_hook(self, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,8 @@ class Pictures(Callback):
         self._remove_hook()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with exclude_from_timing(trainer):
-            hits, counts = self._counts.compute().cpu().tolist()
+            local = self._counts[:, :-1].cpu()
+            hits, counts = (torch.stack(gather_objects(local)).sum(0) if self._must_gather else local).tolist()
             is_last = split == "test" or (data.splits.test is None and is_last_step(trainer))
             must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next_drawing)
             if must_draw and self._must_gather:
@@ -118,28 +119,17 @@ class Pictures(Callback):
     on_exception = _remove_hook
 
 
-class ClassCounts(Metric):
-    """Counts the samples of each class, and those of them that are classified rightly.
+def count_classes(counts: Tensor, logits: Tensor, y: Tensor, valid: Tensor) -> None:
+    """Count n samples: logits [n, classes], labels [n], and whether they count [].
 
     torchmetrics' own classes read numbers of each batch, for which the host would wait for a GPU.
+
+    Args:
+        counts: for each class the samples that are classified rightly, and all samples, int64 [2, classes + 1]. The
+            last column is of samples that do not count.
     """
-
-    counts: Tensor
-
-    def __init__(self, classes: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.classes = classes
-        # The last column is of samples that do not count.
-        self.add_state("counts", torch.zeros(2, classes + 1, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor, y: Tensor, valid: Tensor) -> None:
-        """Count n samples: logits [n, classes], labels [n], and whether they count []."""
-        column = torch.where(valid, y, self.classes)
-        self.counts.index_add_(1, column, torch.stack([logits.argmax(dim=1) == y, torch.ones_like(y)]).long())
-
-    def compute(self) -> Tensor:
-        """Return for each class the samples that are right, and all samples: [2, classes]."""
-        return self.counts[:, :-1]
+    column = torch.where(valid, y, counts.shape[1] - 1)
+    counts.index_add_(1, column, torch.stack([logits.argmax(dim=1) == y, torch.ones_like(y)]).long())
 
 
 Mistake = tuple[float, int, int, float, NDArray[np.uint8]]  # see `Mistakes.worst`
