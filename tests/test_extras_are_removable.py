@@ -108,8 +108,9 @@ def test_lockstep_works_without_a_package_beside_it(
     assert message in run(tmp_path, *train, refused).stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("name", [EXTRAS[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in EXTRAS[1:])])
+@pytest.mark.parametrize("name", EXTRAS)
 def test_an_import_in_the_core_is_noticed(name: str, tmp_path: Path) -> None:
     """The control."""
     root = copied(tmp_path / "project")

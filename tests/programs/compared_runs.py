@@ -24,11 +24,10 @@ def compare(*words: Path | str) -> SimpleNamespace:
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=complained)
 
 
-def written(folder: Path, **summary: Any) -> Path:
+def written(folder: Path, config: dict[str, Any] | None = None, **summary: Any) -> Path:
     """Return a run folder made by hand."""
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    (folder / ".hydra" / "config.yaml").write_text(
-        "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"
-    )
+    config = config or {"lr": 0.1, "name": "${model.name}", "model": {"name": "mnist_cnn", "dropout": 0.5}}
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder

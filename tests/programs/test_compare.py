@@ -95,10 +95,8 @@ def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: flo
     layout = LAYOUT | {"strategy": "ddp", "devices": devices, "accumulate_grad_batches": 1, "pieces": devices}
     report = {"status": "completed", "layout": layout, "metrics": {"test/acc": acc, "val/acc": acc / 2}}
     report["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
-    written(folder, **(report | summary))
     config = {"lr": lr, "seed": seed, "devices": devices, "batch_size": 32, "strategy": {"name": "ddp"}}
-    config["max_epochs"] = 1
-    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+    written(folder, config | {"max_epochs": 1}, **(report | summary))
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ def one(folder: Path, fold: int | None, acc: float, val: int = 40, folds: int | 
     config["data"] = {"name": "any", "split_seed": more.pop("split_seed", 0), "folds": folds, "fold": fold}
     samples = {"train": more.pop("total", 100) - val, "val": val, "test": 9}
     metrics = {"val/acc": acc, "val/loss": 1 - acc, "test/acc": more.pop("test", acc)}
-    written(folder, **({"status": "completed", "layout": PLACED, "samples": samples, "metrics": metrics} | more))
-    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
-    return folder
+    report = {"status": "completed", "layout": PLACED, "samples": samples, "metrics": metrics}
+    return written(folder, config, **(report | more))
 
 
 def results(folder: Path) -> Any:

@@ -86,7 +86,6 @@ def test_a_folder_has_one_search_at_a_time(tmp_path: Path) -> None:
     overrides = (*TINY, "lr=0.1,0.01", f"folder={tmp_path / 's'}", "trials=1", "max_epochs=1")
     with lock_folder(tmp_path / "s"):
         assert "works in this folder: wait until it ends" in refused(search(tmp_path)(*overrides, ok=False))
-    search(tmp_path)(*overrides)  # the control
 
 
 @pytest.mark.usefixtures("processes")

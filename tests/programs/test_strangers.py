@@ -153,7 +153,7 @@ def test_why_two_runs_differ_builds_nothing_that_no_page_names(place: str, tmp_p
 # --- lockstep compare ---
 
 
-DONE = {
+DONE: dict[str, Any] = {
     "status": "completed",
     "layout": LAYOUT | {"strategy": "single", "devices": 1, "accumulate_grad_batches": 1, "pieces": 1},
     "metrics": {"val/acc": 0.5, "test/acc": 0.5},
