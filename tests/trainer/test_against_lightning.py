@@ -207,6 +207,16 @@ def test_predictions_are_of_all_samples(tmp_path: Path) -> None:
     assert torch.cat(predicted).tolist() == X.flatten().tolist()
 
 
+def test_the_data_module_of_a_trainer_is_of_the_users_class(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def look(_: Any) -> pl.Callback:
+        return At("on_train_start", lambda trainer: seen.append(isinstance(trainer.datamodule, Data)))
+
+    trained(lockstep.Trainer, tmp_path, Data, callback=look)
+    assert seen == [True]
+
+
 def test_torch_stays_as_the_user_has_set_it(tmp_path: Path) -> None:
     torch.use_deterministic_algorithms(True)
     try:

@@ -13,7 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
     """Give the data module of a Trainer the hyperparameters of a user's, and the name of its class.
 
-    Lightning logs and saves the hyperparameters, and saves the state of a data module under the name of its class.
+    Lightning logs and saves the hyperparameters, and saves the state of a data module under the name of its class. To
+    `isinstance`, the adapter is of the user's class, too.
 
     See it: MyData.load_from_checkpoint; without this, it makes one with the defaults.
     """
@@ -21,7 +22,8 @@ def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
         if name in vars(owner):
             vars(adapter)[name] = vars(owner)[name]
     kind = type(owner)
-    adapter.__class__ = type(kind.__name__, (type(adapter),), {"__qualname__": kind.__qualname__})
+    looks = {"__qualname__": kind.__qualname__, "__class__": property(lambda _: kind)}
+    adapter.__class__ = type(kind.__name__, (type(adapter),), looks)
 
 
 def unusual_option(strategy: DDPStrategy | SingleDeviceStrategy) -> str:
