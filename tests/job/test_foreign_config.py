@@ -101,6 +101,7 @@ def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, messa
 )
 def test_images_that_no_model_is_made_for(key: str, value: Any, message: str) -> None:
     good = {"channels": 1, "image_size": 8, "classes": ("a", "b"), "mean": (0.0,), "std": (1.0,)}
+    good["task"] = "classification"
     assert spec_of(Path("some.ckpt"), {"spec": good}).num_classes == 2
     with pytest.raises(CheckpointError, match=re.escape(f"some.ckpt: {message}")):
         spec_of(Path("some.ckpt"), {"spec": {**good, key: value}})

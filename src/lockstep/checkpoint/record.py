@@ -82,7 +82,7 @@ class SpecRecord(TypedDict):
     classes: list[str] | tuple[str, ...]
     mean: list[float] | tuple[float, ...]
     std: list[float] | tuple[float, ...]
-    task: NotRequired[str]  # a checkpoint that lacks it was trained for classification
+    task: str
 
 
 @with_config(ConfigDict(extra="allow"))

@@ -195,7 +195,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
     classes, now_classes = recorded["spec"]["classes"], splits.spec.classes
     differ = not same_classes(classes, now_classes)
-    if differ and sorted(classes) == sorted(now_classes):  # older versions sorted numbers in folders' names as text
+    if differ and sorted(classes) == sorted(now_classes):
         remedy = NEW_RUN
         if "known_classes" in parameters(locate("data._target_", config.data["_target_"])):
             remedy = f"'+data.known_classes=[{','.join(classes)}]' keeps it; {NEW_RUN}"

@@ -62,11 +62,8 @@ class Spec:
 
 
 def same_classes(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Check whether two lists have the same classes in the same order. Unicode's forms of a name are the same.
-
-    A file system may change the form, and older versions recorded names with blanks at their ends.
-    """
-    names = ([unicodedata.normalize("NFC", name).strip() for name in each] for each in (one, other))
+    """Check whether two lists have the same classes in the same order. A file system may change Unicode's form."""
+    names = ([unicodedata.normalize("NFC", name) for name in each] for each in (one, other))
     return next(names) == next(names)
 
 
@@ -271,6 +268,6 @@ def is_other_data(recorded: Mapping[str, Any], splits: Splits) -> bool:
     """Check whether a data set has other samples than that of a checkpoint, as far as both are known.
 
     Args:
-        recorded: the checkpoint's record: `fingerprint`, and `content` unless an older version wrote it.
+        recorded: the checkpoint's record: `fingerprint` and `content`.
     """
     return recorded.get("fingerprint") != splits.fingerprint or differ(recorded.get("content"), splits.content)
