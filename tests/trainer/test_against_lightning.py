@@ -82,6 +82,24 @@ class ByScore(Sampler[int]):
         return iter(sorted(range(8), key=lambda index: self.score[index]))
 
 
+class ByLevel(Sampler[int]):
+    """An order that follows from what a hook changes in the data set."""
+
+    def __init__(self, data: Levels) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7, -1, -1) if self.data.level else range(8))
+
+
+def by_level() -> Any:
+    data = Levels()
+    return DataLoader(data, batch_size=4, sampler=ByLevel(data))
+
+
 class At(pl.Callback):
     """Calls a function with the trainer in a hook."""
 
@@ -166,6 +184,7 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "a batch of a class": (loader(TensorDataset(X), collate_fn=Batch), {"module": InHook}),
     "whole numbers in a hook": (loader(TensorDataset(X.long())), {"module": InHook}),
     "collate_fn of whole batches": (loader(Batches, collate_fn=lambda batch: (batch[0] / 100,)), {}),
+    "an order that a hook changes at the start of an epoch": (by_level, {"callback": rises}),
     "metrics in containers": (loader(TensorDataset(X)), {"module": Metrics}),
     "an attribute of the data module": (
         Data,

@@ -225,8 +225,9 @@ class ProgramRun(Run):
             self._read(path, record, data, model)
         others = [each for each in trainer.callbacks if each not in self._of_fit]
         train, state = data.splits.split("train"), ResumeState(record, {}, data.order.steps_per_epoch)
-        self._of_fit = [state, ParameterNameCheck(model), SamplerCheck(train)]
-        trainer.callbacks = [*self._of_fit, *others]
+        names, samplers = ParameterNameCheck(model), SamplerCheck(train)
+        self._of_fit = [state, names, samplers]
+        trainer.callbacks = [state, names, *others, samplers]  # a sampler sees what other callbacks have changed
         rank_zero_info(data.layout.describe())
         if data.splits.val is None:  # Lightning takes the method of our data module for a loader
             warnings.filterwarnings("ignore", message="You passed in a `val_dataloader`")
