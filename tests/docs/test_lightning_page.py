@@ -44,9 +44,10 @@ ROWS = {
     "`trainer.fit(module, dataset)`, `trainer.test(module, dataset)`": (
         "test_several_loaders.py::test_plain_data_sets_are_cut_by_the_trainers_batch_size"
     ),
-    "`pin_memory`, `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`": (
+    "`pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`": (
         "test_loaders.py::test_how_a_loader_moves_its_batches_is_ours"
     ),
+    "`persistent_workers`": "test_against_lightning.py::test_a_hook_may_change_the_data_set_between_epochs",
     "`self.trainer.train_dataloader`, `self.trainer.datamodule.test_dataloader()`": (
         "test_programs.py::test_hooks_read_the_users_loaders"
     ),
