@@ -143,7 +143,7 @@ def history(ranks: Ranks, net: Net, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return History(ranks, net, monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [2, pytest.param(500, marks=pytest.mark.nightly)])
 def test_deaths_at_any_instruction_change_no_bit(ranks: Ranks, history: History, net: Net, number: int) -> None:
     [undisturbed] = fits(ranks, net, 1, **STEP, **LENGTH)
     rng, instructions = Random(number), history.instructions()
