@@ -291,7 +291,8 @@ def test_a_mean_is_that_over_the_pieces_and_what_does_not_change_keeps_its_bits(
 def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None:
     values = trained(CustomNorm)
     assert (int(values["steps"]), bool(values["ready"])) == (8, True)
-    assert [trained(EqualNumbers, exact=exact)["scale"].tolist() for exact in (True, False)] == [[0.1, 1e-30]] * 2
+    equal = [trained(EqualNumbers, exact=exact, steps=7) for exact in (True, False)]  # the last step has three pieces
+    assert [each["scale"].tolist() for each in equal] == [[0.1, 1e-30]] * 2
     infinite = trained(Infinite)
     assert infinite["least"].isfinite().tolist()[0]
     assert infinite["least"].isinf().tolist() == [False, True, False]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from rank_fits import Net, fits, going_on, saving
+from rank_fits import Net, Saves, fits, going_on, saving
 from thread_ranks import Ranks
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -407,13 +407,21 @@ def test_a_limit_of_batches_evaluates_the_same_samples_on_all_layouts(ranks: Ran
 
 
 def test_the_mean_of_an_epoch_goes_on_after_a_resume_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    class LogsNumber(LogsLoss):
+    class LogsMore(LogsLoss):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.log("number", float(batch_idx), on_step=False, on_epoch=True)
 
-    net, file = LogsNumber(norm=False), tmp_path / "cut.ckpt"
-    [one] = fits(ranks, net, 1, **saving(file, step=2), **OPTIONS)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.global_step != 4:  # it is not logged between the two checkpoints
+                self.log("seldom", loss, on_step=False, on_epoch=True)
+            return loss
+
+    net, file, again = LogsMore(norm=False), tmp_path / "cut.ckpt", tmp_path / "again.ckpt"
+    [one] = fits(ranks, net, 1, **saving(file, step=4), **OPTIONS)
     assert load(file)["loops"]["fit_loop"]["epoch_loop.state_dict"]["logged"]
     for layout in LAYOUTS[:3]:
-        for each in fits(ranks, net, **layout, **going_on(file), **OPTIONS):
+        # the last epoch has one more step, in which rank zero of three has no sample
+        first = fits(ranks, net, **layout, **going_on(file), **OPTIONS, callbacks=[Saves(again, step=5)])
+        for each in [*first, *fits(ranks, net, **layout, **going_on(again), **OPTIONS)]:
             assert each.metrics == one.metrics

@@ -248,12 +248,12 @@ class TrainingLogs(_ResultCollection):
                 logged = [numbers for _, step, numbers in of_ranks if step == newest]
                 values.append((key, of_ranks[0][0], *value_of_step(of_ranks[0][0], logged, len(steps))))
         else:
-            parts = {key: record.part() for key, record in self._records.items() if record.epoch}
-            ranks: list[tuple[int, dict[str, Part]]] = gather((self._samples, parts))
+            ranks: list[tuple[int, dict[str, Part]]] = gather((self._samples, self._parts()))
             for key in dict.fromkeys(key for _, each in ranks for key in each):
                 pairs = [(samples, each.get(key)) for samples, each in ranks]
-                about = next(part.key for _, part in pairs if part is not None)
-                values.append((key, about, *value_of_epoch(about, pairs)))
+                if about := next((part.key for _, part in pairs if part and part.key), None):  # logged since a resume
+                    pairs = [(samples, part and part._replace(key=about)) for samples, part in pairs]
+                    values.append((key, about, *value_of_epoch(about, pairs)))
         for key, about, value, certain in values:
             item = self._item(key, about)
             result = torch.tensor(value, dtype=about.dtype, device=item.value.device)
@@ -300,12 +300,23 @@ class TrainingLogs(_ResultCollection):
 
     # --- checkpoints ---
 
+    def _parts(self) -> dict[str, Part]:
+        """Return what this rank has logged since the epoch began, and what a checkpoint has of what it has not since.
+
+        A rank that has no sample in the rest of the epoch logs nothing more, and may be the one that takes the sums.
+        """
+        waiting = self._restored if self._takes_restored else {}
+        return waiting | {key: record.part() for key, record in self._records.items() if record.epoch}
+
     def state(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         """Return what all ranks have logged since the epoch began, as plain data. Every rank calls this."""
-        parts = {key: record.part() for key, record in self._records.items() if record.epoch}
-        ranks: list[dict[str, Part]] = gather({key: part for key, part in parts.items() if part.key.kind != EPOCH})
-        keys = dict.fromkeys(key for each in ranks for key in each)
-        merged = {key: merge([each[key] for each in ranks if key in each]) for key in keys}
+        parts = {key: part for key, part in self._parts().items() if not part.key or part.key.kind != EPOCH}
+        ranks: list[dict[str, Part]] = gather(parts)
+        merged: dict[str, Part] = {}
+        for key in dict.fromkeys(key for each in ranks for key in each):
+            logged = [each[key] for each in ranks if key in each]
+            about = next((part.key for part in logged if part.key), None)
+            merged[key] = merge([part._replace(key=about) for part in logged]) if about else logged[0]
         return {
             key: [
                 *(hex(part.total.units), part.total.broken, part.weight),
