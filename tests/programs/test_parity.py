@@ -1,11 +1,11 @@
 """lockstep parity: it passes what is the same, and fails where it can't see what is wrong."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import STRATEGIES, Program, Run, composed
@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.config.check import check
 from lockstep.config.instantiate import locate
 from lockstep.config.pages import group_file
+from lockstep.data import Splits
 from lockstep.programs.parity import layouts, verdict
 from lockstep.programs.trials.faults import Fault
 from lockstep.programs.trials.judging import Row
@@ -137,15 +138,14 @@ def test_one_piece_is_refused(run_parity: Program) -> None:
 
 
 def test_few_training_samples_are_of_all_classes() -> None:
-    @dataclass
-    class Sorted:  # by class, as class folders are
-        train: Any
-
-    labels = [sample // 100 for sample in range(1000)]
-    short: Any = shorten(cast("Any", Sorted(labels)), batch_size=8, pieces=4, tail=None)
+    labels = np.arange(1000) // 100  # by class, as class folders are
+    balanced = Splits(labels.tolist(), None, None, labels=labels, weights=labels / 2)
+    short: Any = shorten(balanced, batch_size=8, pieces=4, tail=None)
     assert len(short.train) % 8 == 2, "the short step"
-    assert {short.train[number] for number in range(len(short.train))} == set(range(10))
-    few: Any = shorten(cast("Any", Sorted(labels[:9])), batch_size=8, pieces=4, tail=None)
+    drawn = [short.train[number] for number in range(len(short.train))]
+    assert set(drawn) == set(range(10))
+    assert drawn == short.labels.tolist() == (2 * short.weights).tolist(), "by which samples are drawn"
+    few: Any = shorten(Splits(labels[:9].tolist(), None, None), batch_size=8, pieces=4, tail=None)
     assert list(few.train.indices) == list(range(9))
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from torch.utils.data import Subset
 
@@ -90,7 +91,10 @@ def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> S
     tail = min(tail or max(1, pieces // 2), batch_size)
     total = len(splits.train)
     count = min(max(1, min(FULL_STEPS, (total - tail) // batch_size)) * batch_size + tail, total)
-    return replace(splits, train=Subset(splits.train, [number * total // count for number in range(count)]))
+    ids = np.arange(count) * total // count
+    labels = None if splits.labels is None else splits.labels[ids]
+    weights = None if splits.weights is None else splits.weights[ids]
+    return replace(splits, train=Subset(splits.train, ids.tolist()), labels=labels, weights=weights)
 
 
 def layout_changes(strategy: str, devices: int, pieces: int) -> dict[str, Any]:
