@@ -80,7 +80,7 @@ def test_one_sha256_with_uneven_shares(either: Path, layouts: Run, tmp_path: Pat
 
 @pytest.mark.nightly
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
-    changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
+    changes = ("model=small_resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
     actual = shas(run_train(*task, *changes, "exact=true", f"strategy={STRATEGIES}", "devices=3", "-m"))
     assert (len(actual), len(set(actual))) == (len(STRATEGIES.split(",")), 1)
