@@ -24,7 +24,7 @@ from lockstep.launch.process_group import broadcast_file
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TARGET = {"_target_": "somewhere.Something"}
-SPEC = {"channels": 1, "image_size": 8, "classes": ["a", "b"], "mean": [0.0], "std": [1.0]}
+SPEC = {"channels": 1, "image_size": 8, "classes": ["a", "b"], "mean": [0.0], "std": [1.0], "task": "classification"}
 RECORD = {
     "format": FORMAT,
     "config": {"model": TARGET, "data": TARGET, "optimizer": TARGET, "batch_size": 4},
