@@ -26,6 +26,21 @@ class HasLr(pl.LightningModule):
     lr = 0.1
 
 
+class Every(pl.Callback):
+    """A user's class, with names that a run's own callbacks have, too."""
+
+    def __init__(self, every: int = 100, folder: Any = None) -> None:
+        self.every, self.folder = every, folder
+
+
+def test_a_users_callback_keeps_its_own_defaults(tmp_path: Path) -> None:
+    config = check(composed("checkpoint_every=7"))
+    object.__setattr__(config, "callbacks", {"mine": {"_target_": f"{__name__}.Every"}})
+    splits: Any = SimpleNamespace(train=range(640))
+    mine: Any = make_callbacks(config, splits, tmp_path, pl.LightningModule())[0]
+    assert (mine.every, mine.folder) == (100, tmp_path), "None is no default"
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

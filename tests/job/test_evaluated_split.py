@@ -72,7 +72,22 @@ def test_replaced_images_of_a_server_are_split_as_before(tmp_path: Path, monkeyp
 
 def test_an_evaluation_reports_what_it_tested(run_train: Program, tmp_path: Path) -> None:
     here, others = (write_images(tmp_path / name, (".",), each) for name, each in (("here", 6), ("others", 9)))
-    run = run_train("data=image_folder", f"data_dir={here}", "data.image_size=12", "batch_size=4", "max_steps=1")
-    run = Program(tmp_path / "evaluated", "src/evaluate.py")(f"checkpoint={run.folder}", f"data_dir={others}")
-    assert run.summary["metrics"]["test/count"] == 18
-    assert "tested: all 18 images" in run.stderr
+    options = (
+        "data.image_size=12",
+        "data.mean=[0.1,0.2,0.3]",
+        "data.std=[0.05,0.1,0.2]",
+        "batch_size=4",
+        "max_steps=1",
+    )
+    run = run_train("data=image_folder", f"data_dir={here}", *options)
+
+    def evaluate(name: str, *overrides: str) -> Any:
+        return Program(tmp_path / name, "src/evaluate.py")(f"checkpoint={run.folder}", f"data_dir={others}", *overrides)
+
+    tested = evaluate("tested")
+    assert tested.summary["metrics"]["test/count"] == 18
+    assert "tested: all 18 images" in tested.stderr
+    again = evaluate("again", "+data=image_folder")
+    assert again.summary["metrics"] == tested.summary["metrics"], "images are normalised as in training"
+    other = evaluate("other", "+data=image_folder", "data.mean=[0.9,0.9,0.9]")
+    assert other.summary["metrics"]["test/loss"] != tested.summary["metrics"]["test/loss"]

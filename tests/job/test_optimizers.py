@@ -166,6 +166,7 @@ def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
         (["+optimizer.param_groups.a=1"], "^optimizer.param_groups.a: LrScale takes no such option"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
+        (["scheduler=cosine", "scheduler.interval=epoch"], "^scheduler: total_steps counts steps, and the schedule is"),
         (["scheduler=constant", "scheduler.warmup_steps=-1"], "^scheduler.warmup_steps=-1: must be a whole number"),
         (["scheduler=warm_restarts", "scheduler.T_mult=0"], "^scheduler: .*T_mult"),
         (["optimizer=muon", "optimizer.momentum=1"], "^optimizer.momentum=1: must be at least 0 and below 1"),
@@ -219,6 +220,41 @@ def test_schedules_are_their_closed_forms() -> None:
     assert max(range(100), key=onecycle) == 20
 
 
+def test_a_learning_rate_that_a_schedule_replaces_is_refused() -> None:
+    one_cycle = "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR"
+    raw = dict(
+        composed("max_epochs=2", "scheduler=constant", "~scheduler.warmup_steps", one_cycle, "+scheduler.max_lr=1")
+    )
+    training_arguments(check(raw), SAMPLES)
+    with pytest.raises(UserError, match=r"^lr has no effect, since scheduler\.max_lr=1"):
+        training_arguments(check(raw, overridden={"lr"}), SAMPLES)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_resumed_run_gets_the_rate_of_its_new_settings(run_train: Program) -> None:
+    """Each epoch has six steps, so a schedule of every fourth step moves once an epoch."""
+    every = (
+        *("scheduler=constant", "~scheduler.warmup_steps", "scheduler.interval=step", "+scheduler.frequency=4"),
+        *("scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "+scheduler.gamma=0.5"),
+    )
+
+    def resumed(*overrides: str, epochs: int, new: str) -> str:
+        run_train(*TINY, "lr=0.16", f"max_epochs={epochs}", f"name=run{epochs}", *overrides)
+        (folder,) = (run_train.outputs / f"run{epochs}").iterdir()
+        return run_train(f"resume={folder}", f"max_epochs={epochs + 1}", new).stderr
+
+    assert "samples/s  lr 0.02\n" in resumed(*every, epochs=2, new="optimizer.weight_decay=0.1")
+    assert "samples/s  lr 0.16\n" in resumed(epochs=1, new="scheduler=plateau"), "the first schedule has ended with 0"
+
+
+def test_a_rate_that_is_one_number_for_all_groups_is_refused_beside_factors() -> None:
+    groups = [{"lr_scale": 1.0}, {"lr_scale": 0.1}]
+    scale = optimizers.LrScale({"a": 0.1})
+    assert scale.scaled_options({"eta_min": 0.0, "max_lr": 1.0}, groups) == {"max_lr": [1.0, 0.1]}
+    with pytest.raises(UserError, match="one eta_min for all groups"):
+        scale.scaled_options({"eta_min": 0.01}, groups)
+
+
 def test_schedules_of_torch_use_the_length_of_the_run() -> None:
     def of_torch(name: str, *options: str) -> dict[str, Any]:
         target = f"scheduler._target_=torch.optim.lr_scheduler.{name}"
@@ -227,6 +263,8 @@ def test_schedules_of_torch_use_the_length_of_the_run() -> None:
     annealed = rates(of_torch("CosineAnnealingLR", "+scheduler.T_max=later:total_steps"), 21)
     assert annealed == pytest.approx([0.02 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
     assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.02)
+    longer = ("+scheduler.max_lr=later:lr", "+scheduler.epochs=10", "+scheduler.steps_per_epoch=later:steps_per_epoch")
+    assert rates(of_torch("OneCycleLR", *longer), 21)[-1] > 0.01, "epochs counts, though total_steps is offered"
     assert rates(offered("scheduler=constant"), 3) == [0.02] * 3
 
 

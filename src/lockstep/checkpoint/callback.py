@@ -396,21 +396,32 @@ class ResumeState(AfterStart):
         for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
             new = config.scheduler.state_dict()
             if config.reduce_on_plateau:
-                new |= {name: state[name] for name in PLATEAU_STATE if name in state}
+                new |= {name: state[name] for name in PLATEAU_STATE if name in state and follows_metric(state)}
             else:
-                steps = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
-                for _ in range(steps // config.frequency):
+                epochs, steps = divmod(self._loaded["global_step"], self.steps_per_epoch)
+                updates = epochs // config.frequency
+                if config.interval == "step":  # as the loop counts: from each epoch's begin
+                    updates = epochs * (self.steps_per_epoch // config.frequency) + steps // config.frequency
+                for _ in range(updates):
                     config.scheduler.step()  # this also sets the optimizer's learning rates
                 new = config.scheduler.state_dict()
             states.append(new)
+        # Of a schedule that follows a metric, the rate that it has reached stays: no other state has it.
+        goes_on = any(
+            config.reduce_on_plateau and follows_metric(state)
+            for config, state in zip(configs, self._loaded["lr_schedulers"], strict=False)
+        )
         self._loaded["lr_schedulers"] = states
         same_lr = _lr(before) == _lr(self.settings)
-        unchanged_keys = (
-            {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
-        )
+        unchanged_keys = {"params", "lr"} if same_lr and goes_on else {"params"}
         for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
             for old, new in zip(state["param_groups"], optimizer.param_groups, strict=False):
                 old |= {name: value for name, value in new.items() if name not in unchanged_keys}
+
+
+def follows_metric(state: dict[str, Any]) -> bool:
+    """Check whether the state of a schedule is that of one that follows a metric."""
+    return "num_bad_epochs" in state
 
 
 def _lr(settings: dict[str, Any]) -> Any:

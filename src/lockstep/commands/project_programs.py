@@ -64,6 +64,7 @@ def evaluate(function: Function, raw: dict[str, Any], folder: Path) -> Any:
     trained_classes = evaluation.spec_of(checkpoint, record).classes
     splits = open_data(config.data, config.data_dir, config.seed, trained_classes)
     evaluation.check_same_images(checkpoint, record, splits.spec)
+    splits = evaluation.normalised_as_trained(splits, checkpoint, record, raw)
     splits = evaluation.choose_test_images(splits, raw["split"], raw, record)
     return run_in_workers(partial(evaluation.evaluate, function=function), config, splits, folder)
 

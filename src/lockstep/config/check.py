@@ -278,6 +278,11 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "only ddp on several devices can continue with fewer; give max_restarts=1 instead",
         ),
         *_survival_pairs(keys, layout, extras),
+        (
+            f"data.mix={keys.data.get('mix')}" * bool(keys.data.get("mix")),
+            f"pieces={layout.pieces}" * (layout.piece_size == 1),
+            f"a piece of batch_size={layout.batch_size} is one sample: there is none to mix it with; give fewer pieces",
+        ),
         (graphs, cpu, "a CPU has no CUDA graphs; leave it out"),
         (graphs, "compile=false" * (not keys.compile), "graphs are recorded of compiled networks; give compile=true"),
         (graphs, exact, "whether a graph has the same bits is not known; give speed.cuda_graphs=false"),

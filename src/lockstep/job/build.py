@@ -186,8 +186,11 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         for name, options in config.callbacks.items()
         if options
     }
-    # `instantiate` passes those of the arguments that a callback's class takes.
-    config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
+    # `instantiate` passes those of the arguments that a callback's class takes; a user's class keeps its own defaults.
+    config_callbacks = {}
+    for key, options in groups.items():
+        ours = str(options.get("_target_")).startswith(("lockstep.", "lockstep_"))
+        config_callbacks[key] = instantiate(key, options, () if ours else tuple(arguments), **arguments)
     for key, callback in config_callbacks.items():
         if not isinstance(callback, pl.Callback):
             raise UserError(f"{key}._target_={groups[key]['_target_']}: must be a lightning.pytorch.Callback")

@@ -126,10 +126,35 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         if requested.get("_target_") in (None, saved.get("_target_")):
             check_targets_named(path, group, saved, requested)
             requested = {**saved, **requested}
-        if group == "data" and requested.get("image_size", 0) is None:  # a model takes images as in its training
-            requested = {**requested, "image_size": spec_of(path, record).image_size}
+        if group == "data":  # a model takes images as in its training, also those of another page
+            requested = {**requested, **_as_trained(requested, saved, path, record)}
         merged[group] = requested
     return check({**raw, **merged, "checkpoint": str(path)}, trains=False)
+
+
+def _as_trained(
+    requested: Mapping[str, Any], saved: Mapping[str, Any], path: Path, record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a data group that a user has left open, as they were in training: size and transforms.
+
+    Args:
+        requested: the group of this evaluation.
+        saved: that of the training.
+    """
+    options: dict[str, Any] = {}
+    if requested.get("image_size", 0) is None:
+        options["image_size"] = spec_of(path, record).image_size
+    transforms, trained = requested.get("transforms"), (saved.get("transforms") or {}).get("eval")
+    if isinstance(transforms, Mapping) and not transforms.get("eval") and trained:
+        options["transforms"] = {**transforms, "eval": trained}
+    return options
+
+
+def normalised_as_trained(splits: Splits, path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Splits:
+    """Return splits whose images are normalised by the mean and deviation of the training, unless `raw` has others."""
+    trained, data = spec_of(path, record), raw.get("data") or {}
+    chosen = {name: getattr(trained, name) for name in ("mean", "std") if data.get(name) is None}
+    return replace(splits, spec=replace(splits.spec, **chosen))
 
 
 @contextmanager

@@ -159,6 +159,9 @@ def _scheduler(
     schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
     if schedule.get("mode", "") is None:  # there is no metric, which is refused below
         del schedule["mode"]
+    _check_units(schedule, str(lightning_keys.get("interval", "epoch")), config)
+    if "epochs" in schedule:  # of torch's OneCycleLR, which would prefer `total_steps`
+        numbers = {name: value for name, value in numbers.items() if name != "total_steps"}
     make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
     scheduler = SchedulerFactory("scheduler", make, groups, lightning_keys)
     made = call("scheduler", scheduler.make, trial) if trial is not None else None
@@ -167,6 +170,30 @@ def _scheduler(
             raise UserError(f"scheduler.patience={made.patience}: must be at least 0")
         _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
     return scheduler
+
+
+def _check_units(schedule: Mapping[str, Any], interval: str, config: Config) -> None:
+    """Refuse options of a schedule that count in other units than it is updated in, or that make `lr` have no effect.
+
+    Args:
+        schedule: the options of the schedule's class.
+        interval: after what it is updated, `step` or `epoch`.
+    """
+    offered = parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
+    of_steps = [name for name, value in schedule.items() if value == f"{LATER}total_steps"]
+    of_steps += ["total_steps"] * ("total_steps" in offered and not {"total_steps", "epochs"} & schedule.keys())
+    if of_steps and interval == "epoch":
+        raise UserError(
+            f"scheduler: {of_steps[0]} counts steps, and the schedule is updated after each epoch: give interval: step "
+            "in its page, or scheduler.interval=step"
+        )
+    given = next((key for key in ("lr", "lr_scaling", "reference_batch_size") if key in config.overridden), None)
+    peak = schedule.get("max_lr")
+    if given and isinstance(peak, int | float | list | tuple):
+        raise UserError(
+            f"{given} has no effect, since scheduler.max_lr={peak} sets the learning rate: give scheduler.max_lr, or "
+            f"write max_lr: {LATER}lr in its page"
+        )
 
 
 def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.errors import UserError
 from lockstep.files import replacing
 
 SHOWN_ROWS, SHOWN_WIDTH, LONGEST_CELL = 5, 100, 50  # of the table on the console: rows, characters, characters
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 FORMULA = tuple("=+-@\t\r")  # spreadsheets compute cells that begin with one of these
 
 
@@ -149,5 +151,5 @@ def _printable(cell: str) -> str:
 
 
 def _inert(text: str, mark: str) -> str:
-    """Return a cell that a spreadsheet does not compute: `mark` goes before a formula."""
-    return mark + text if text.startswith(FORMULA) else text
+    """Return a cell that a spreadsheet does not compute: `mark` goes before a formula. A number is none."""
+    return mark + text if text.startswith(FORMULA) and not NUMBER.fullmatch(text) else text

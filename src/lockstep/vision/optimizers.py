@@ -63,6 +63,11 @@ class LrScale:
         With a single value, of OneCycleLR's max_lr for example, all groups would have the same rate.
         """
         scales = [group.get("lr_scale") for group in groups]
+        if None not in scales and options.get("eta_min"):
+            raise UserError(
+                f"optimizer.lr_scale and scheduler.eta_min={options['eta_min']} don't go together, since torch takes "
+                "one eta_min for all groups: give scheduler.eta_min=0"
+            )
         rates = [] if None in scales else [name for name in RATES if isinstance(options.get(name), int | float)]
         return {name: [options[name] * scale for scale in scales] for name in rates}
 
