@@ -87,7 +87,7 @@ def every_second(optimizer: Any) -> dict[str, Any]:
         (lambda made: {"scheduler": cosine(made, 16), "interval": "step"}, (1 + math.cos(math.pi * 6 / 16)) / 2),
         (by_step, 0.1**3),
         (by_epoch, 0.1**2),
-        (every_second, 0.1**3),
+        (every_second, 0.1**2),  # the loop counts from the begin of each epoch, which has three
         (None, 1.0),
     ],
     ids=["longer", "by step", "by epoch", "every second step", "none"],
