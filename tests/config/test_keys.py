@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
 # Without a list there are no images; an index that lies elsewhere is the same one; a window needs shards in parts
 # (tests/streams/test_shard_windows.py); the others are in tests/job/test_optimizers.py and tests/project/test_tasks.py.
 BESIDE = {"data.csv", "data.index_dir", "data.window", "plateau: scheduler.interval", "optimizer.lr"}
+BESIDE |= {f"{name}: scheduler.interval" for name in ("cosine", "onecycle")}  # "epoch" is refused
 BESIDE |= {"model.monitor", "model.mode"}
 BESIDE |= {"data.cache", "data.cache_gb", "data.retry_seconds"}  # of a server: tests/streams/test_object_stores.py
 BESIDE |= {"scheduler.mode", "callbacks.checkpoint.mode", "callbacks.early_stopping.mode"}

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -362,17 +362,15 @@ class StepData(pl.LightningDataModule):
     def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
         """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised.
 
-        Tensors are copied. A batch is prepared again for another pass and for hooks, and what `training_step` or a hook
-        has written into it must not come back. And a view of a larger tensor may begin at any address: MKL and CUDA
-        choose some kernels by the alignment of their input, and another kernel may round differently.
+        Floating-point tensors are copied: a view of a larger tensor may begin at any address, and MKL and CUDA choose
+        some kernels by the alignment of their input. Another kernel may round differently.
         """
         if not self._has_images:
             assert self.trainer is not None
-            return self.trainer.precision_plugin.convert_input(_copied(batch))
+            return self.trainer.precision_plugin.convert_input(apply_to_collection(batch, Tensor, _copied))
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
-            return _copied(batch)  # a dict, for example: the module prepares it
+            return batch  # a dict, for example: the module prepares it
         x, *rest = batch
-        rest = _copied(rest)
         if augmentation_numbers is not None:
             x = self.splits.augment(x, augmentation_numbers)
             if self.splits.spec.task == "segmentation":
@@ -416,13 +414,8 @@ class StepData(pl.LightningDataModule):
         self._call("load_state_dict", state_dict)
 
 
-def _copied(batch: Any) -> Any:
-    """Return a batch with copies of its tensors, also of those that an object of a user's own class has."""
-    copied = apply_to_collection(batch, Tensor, Tensor.clone)
-    if copied is batch and not isinstance(batch, Mapping | Sequence) and hasattr(batch, "__dict__"):
-        copied = copy(batch)
-        vars(copied).update(apply_to_collection(dict(vars(batch)), Tensor, Tensor.clone))
-    return copied
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_floating_point() else tensor
 
 
 def place_on_device(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:

@@ -13,14 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.guards.losses import HALF, MIN_DIFFERENCE, Losses, WeightedMeans, grows, may_grow
-from lockstep.step.batch import repeated
+from lockstep.step.batch import copied, repeated
 from lockstep.step.outputs import outputs_of
 from lockstep.step.strategy import seed_python_and_numpy
 from lockstep.step.trial import Saved, generator_states, modes_restored, peeked_iterators, trial_passes
@@ -86,7 +85,7 @@ class Piece:
 
     def prepared(self) -> Any:
         """Return the batch for `training_step`."""
-        return apply_to_collection(self._batch, Tensor, Tensor.clone)
+        return copied(self._batch)
 
     def compute(self, batch: Any, number: int | None = None, graph: bool = False) -> tuple[Tensor, float | None]:
         """Return the loss of some samples, and the weight that `training_step` returns beside it.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.errors import StepRefused
 from lockstep.guards.check import MEANS, Finding, Piece, check
-from lockstep.step.batch import MicroBatch
+from lockstep.step.batch import MicroBatch, copied
 from lockstep.step.hook import StepHook
 from lockstep.step.step import Step
 from lockstep.step.strategy import proxy
@@ -94,7 +94,7 @@ class StepPiece(Piece):
 
     def prepared(self) -> Any:
         """Return the batch for `training_step`."""
-        return self.step.prepared(self.micro_batch)
+        return self.step.prepared(replace(self.micro_batch, batch=copied(self.micro_batch.batch)))
 
     def compute(self, batch: Any, number: int | None = None, graph: bool = False) -> tuple[Tensor, float | None]:
         """Return the loss of some samples, and the weight beside it."""

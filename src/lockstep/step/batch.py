@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -154,6 +155,18 @@ def _versions(batch: Any) -> Versions:
     versions: Versions = []
     apply_to_collection(batch, Tensor, lambda tensor: versions.append((tensor, tensor._version)))  # in containers, too
     return versions
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors, also of those that an object of a user's own class has.
+
+    For passes and hooks beside those of the step: what they write into the batch must not reach it.
+    """
+    made = apply_to_collection(batch, Tensor, Tensor.clone)
+    if made is batch and not isinstance(batch, Mapping | Sequence) and hasattr(batch, "__dict__"):
+        made = copy(batch)
+        vars(made).update(apply_to_collection(dict(vars(batch)), Tensor, Tensor.clone))
+    return made
 
 
 class CannotJoin(Exception):

@@ -1,6 +1,7 @@
 """One optimizer step on this process: its micro-batches, each computed alone with the seed of its piece."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import StepRefused, UserError
-from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, data_of, joined, repeated
+from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, copied, data_of, joined, repeated
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.outputs import Outputs, others_of, outputs_of
@@ -108,7 +109,7 @@ class Step:
         # Lightning's ThroughputMonitor asks in inference mode, and other hooks may need these tensors, too
         with generators_restored(self.strategy.root_device), torch.inference_mode(False):
             if micro_batches:
-                parts = [self.prepared(each) for each in micro_batches]
+                parts = [self.prepared(replace(each, batch=copied(each.batch))) for each in micro_batches]
             else:
                 other = self.any_micro_batch()
                 parts = [repeated(self.prepared(other), other.size, range(0))]
