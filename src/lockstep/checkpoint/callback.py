@@ -392,12 +392,13 @@ class ResumeState(AfterStart):
 
     def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
         """Write the new settings into the loaded checkpoint, before Lightning restores it."""
-        configs, states = trainer.lr_scheduler_configs, []
-        for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
+        states, keeps_rate = [], False
+        for config, state in zip(trainer.lr_scheduler_configs, [*self._loaded["lr_schedulers"], {}], strict=False):
             new = config.scheduler.state_dict()
-            if config.reduce_on_plateau:
-                new |= {name: state[name] for name in PLATEAU_STATE if name in state and follows_metric(state)}
-            else:
+            if config.reduce_on_plateau and "num_bad_epochs" in state:  # the one before has followed a metric, too
+                new |= {name: state[name] for name in PLATEAU_STATE if name in state}
+                keeps_rate = True  # no other state has the rate that it has reached
+            elif not config.reduce_on_plateau:
                 epochs, steps = divmod(self._loaded["global_step"], self.steps_per_epoch)
                 updates = epochs // config.frequency
                 if config.interval == "step":  # as the loop counts: from each epoch's begin
@@ -406,22 +407,12 @@ class ResumeState(AfterStart):
                     config.scheduler.step()  # this also sets the optimizer's learning rates
                 new = config.scheduler.state_dict()
             states.append(new)
-        # Of a schedule that follows a metric, the rate that it has reached stays: no other state has it.
-        goes_on = any(
-            config.reduce_on_plateau and follows_metric(state)
-            for config, state in zip(configs, self._loaded["lr_schedulers"], strict=False)
-        )
         self._loaded["lr_schedulers"] = states
         same_lr = _lr(before) == _lr(self.settings)
-        unchanged_keys = {"params", "lr"} if same_lr and goes_on else {"params"}
+        unchanged_keys = {"params", "lr"} if same_lr and keeps_rate else {"params"}
         for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
             for old, new in zip(state["param_groups"], optimizer.param_groups, strict=False):
                 old |= {name: value for name, value in new.items() if name not in unchanged_keys}
-
-
-def follows_metric(state: dict[str, Any]) -> bool:
-    """Check whether the state of a schedule is that of one that follows a metric."""
-    return "num_bad_epochs" in state
 
 
 def _lr(settings: dict[str, Any]) -> Any:

@@ -331,11 +331,11 @@ def set_epoch_of(dataset: Any, epoch: int) -> None:
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
         return
-    inner = (
-        getattr(dataset, "datasets", ()) if isinstance(dataset, ConcatDataset) else [getattr(dataset, "dataset", None)]
-    )
-    for each in inner if isinstance(dataset, Subset | ConcatDataset | Wrapper) else ():
-        set_epoch_of(each, epoch)
+    if isinstance(dataset, Subset | Wrapper):
+        set_epoch_of(dataset.dataset, epoch)
+    elif isinstance(dataset, ConcatDataset):
+        for each in dataset.datasets:
+            set_epoch_of(each, epoch)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0, generators: Generators | None = None) -> Any:

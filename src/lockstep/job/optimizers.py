@@ -22,12 +22,13 @@ from lockstep.text import plural
 from lockstep.trainer.parts import OneOptimizerCheck
 
 # Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
-CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
+LR_KEYS = ("lr", "lr_scaling", "reference_batch_size")
+CONSTRUCTOR_ARGUMENTS = dict.fromkeys(LR_KEYS, ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
 # If the user sets one of these keys and groups, the run's `lr` is passed even if the constructor has a default for it.
-LR_SETTERS = {"lr", "lr_scaling", "reference_batch_size", "optimizer"}
+LR_SETTERS = {*LR_KEYS, "optimizer"}
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those that torch can fuse on a GPU
 OF_THE_MODULE: dict[str, Any] = {"_target_": None}  # in a record: a group of which the module takes nothing
 UNFUSED = {"fused", "foreach", "capturable", "differentiable"}  # options by which a user chooses
@@ -154,12 +155,12 @@ def _scheduler(
     if not config.scheduler or config.scheduler.get("_target_", "") is None:
         return None
     lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
-    takes_mode = "mode" in parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
-    whole = with_mode("scheduler", config.scheduler, modes_with_model(config.model), required=takes_mode)
+    taken = parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
+    whole = with_mode("scheduler", config.scheduler, modes_with_model(config.model), required="mode" in taken)
     schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
     if schedule.get("mode", "") is None:  # there is no metric, which is refused below
         del schedule["mode"]
-    _check_units(schedule, str(lightning_keys.get("interval", "epoch")), config)
+    _check_units(schedule, str(lightning_keys.get("interval", "epoch")), taken)
     if "epochs" in schedule:  # of torch's OneCycleLR, which would prefer `total_steps`
         numbers = {name: value for name, value in numbers.items() if name != "total_steps"}
     make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
@@ -172,27 +173,20 @@ def _scheduler(
     return scheduler
 
 
-def _check_units(schedule: Mapping[str, Any], interval: str, config: Config) -> None:
-    """Refuse options of a schedule that count in other units than it is updated in, or that make `lr` have no effect.
+def _check_units(schedule: Mapping[str, Any], interval: str, taken: set[str]) -> None:
+    """Refuse options of a schedule that count steps, if it is updated after each epoch.
 
     Args:
         schedule: the options of the schedule's class.
         interval: after what it is updated, `step` or `epoch`.
+        taken: the arguments of the class. It is offered `total_steps`.
     """
-    offered = parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
     of_steps = [name for name, value in schedule.items() if value == f"{LATER}total_steps"]
-    of_steps += ["total_steps"] * ("total_steps" in offered and not {"total_steps", "epochs"} & schedule.keys())
+    of_steps += ["total_steps"] * ("total_steps" in taken and not {"total_steps", "epochs"} & schedule.keys())
     if of_steps and interval == "epoch":
         raise UserError(
             f"scheduler: {of_steps[0]} counts steps, and the schedule is updated after each epoch: give interval: step "
             "in its page, or scheduler.interval=step"
-        )
-    given = next((key for key in ("lr", "lr_scaling", "reference_batch_size") if key in config.overridden), None)
-    peak = schedule.get("max_lr")
-    if given and isinstance(peak, int | float | list | tuple):
-        raise UserError(
-            f"{given} has no effect, since scheduler.max_lr={peak} sets the learning rate: give scheduler.max_lr, or "
-            f"write max_lr: {LATER}lr in its page"
         )
 
 
@@ -301,7 +295,13 @@ def refuse_keys_without_effect(config: Config) -> None:
     located = locate("model._target_", target)
     takes = parameters(located)
     ours = takes - set(config.model) - text_defaults(located)
+    peak = config.scheduler.get("max_lr") if "scheduler" in ours else None
     for key in config.overridden:
+        if key in LR_KEYS and isinstance(peak, int | float | list | tuple):
+            raise UserError(
+                f"{key} has no effect, since scheduler.max_lr={peak} sets the learning rate: give scheduler.max_lr, or "
+                f"write max_lr: {LATER}lr in its page"
+            )
         group = key.partition(".")[0]
         if group not in CONSTRUCTOR_ARGUMENTS or ours.intersection(CONSTRUCTOR_ARGUMENTS[group]):
             continue
